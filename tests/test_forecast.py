@@ -454,7 +454,7 @@ def test_a_machine_hides_no_more_traffic_than_there_is(tmp_path):
     ("text", "sentence"),
     [
         ("{", "is not JSON"),
-        ("[]", "holds no JSON object"),
+        ("[]", "is not a JSON object"),
         ('{"gpus_per_node": 0}', "has no 'gpus_per_node' above 0"),
         ('{"gpus_per_node": "8"}', "has no 'gpus_per_node' above 0"),
     ],

@@ -189,7 +189,7 @@ DAMAGE = [
     (lambda text: text["measured"]["actions"].update(F=dict.fromkeys(TERMS, 0)), "takes no time"),
     (lambda text: text["measured"].update(step=math.inf), "file has no 'step'"),
     (lambda text: text.update(peak_teraflops=0.04), "'peak_teraflops' below its 'teraflops'"),
-    (lambda text: text.update(bytes_per_value=3), "has no 2, 4 or 8 as 'bytes_per_value'"),
+    (lambda text: text.update(bytes_per_value=3), "'bytes_per_value' of file is not 2, 4 or 8"),
     *((lambda text, term=term: text["measured"].pop(term), f"has no '{term}'") for term in REST),
 ]
 

@@ -111,7 +111,7 @@ def on_grid(question):
 
 
 def unit_of(values):
-    """A coarse unit that divides all values, if there is one; else the largest value over STEPS."""
+    """A coarse unit that divides all values, or the largest value over STEPS if there is none."""
     thousandths = [round(1000 * value) for value in values]
     exact = all(abs(whole - 1000 * value) < 1e-6 for whole, value in zip(thousandths, values))
     common = math.gcd(*thousandths)

@@ -162,7 +162,7 @@ def shardings(machine, plan):
 
 
 def sharded(plan, sharding):
-    """The plan with another sharding: ZeRO-1 scatters gradients, unless the course trains it."""
+    """The plan with another sharding; ZeRO-1 scatters gradients, but not in the course's script."""
     scatters = sharding == "optimizer" and plan.kernels == "fused"
     return replace(plan, sharding=sharding, scatters=scatters)
 

@@ -104,7 +104,7 @@ def far_hops_only(machine, plan, costs):
 
 
 def times_of(schedule, costs, factor):
-    """The content of the file for paced_schedule.py; `factor` also changes to milliseconds."""
+    """The content of the file for paced_schedule.py; `factor` also converts to milliseconds."""
     kinds = ("forward", "backward", "backward_weight")
     times = {kind: [factor * time for time in getattr(costs, kind)] for kind in kinds}
     return {"schedule": to_csv(schedule), **times}
@@ -131,7 +131,7 @@ def launch(words, ranks, variables=None):
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), *words]
-    # As torchrun does, with a warning.
+    # torchrun would set the same number of threads, but also print a warning.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
     done = subprocess.run(
         command, cwd=SOURCE, env=environment, timeout=LIMIT, capture_output=True, text=True

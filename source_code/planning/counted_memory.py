@@ -117,7 +117,8 @@ def most_held(order, stage_layers, kept, recompute="none", pieces=1):
             if recompute == "selective":
                 reaches(kept.attention())
             for start, end in reversed(cut_pieces(first, last, recompute, pieces)):
-                # The input of the piece is in `held`: if it is also in its inside, count it once.
+                # The input of the piece is in `held`: if `inside` includes it as well, count it
+                # once.
                 own = kept.input() if start > 0 else 0
                 reaches(kept.inside(start, end) - own * kept.has_input)
                 hold(key, (kept.deferred(start, end) if kind == "I" else 0) - own)

@@ -31,9 +31,9 @@ class Family:
     head_bias: bool = False
     positions: int | None = None  # rows of a table of positions beyond the longest sequence
     per_layer: int = 0  # further weights of a layer
-    head_dim: int = 0  # without one in the file; 0 is the width over the heads
-    kv_heads: int = 0  # without them in the file; 0 is as many as heads
-    grouped: bool = True  # keys for groups of heads, of any width; if not, the file's are ignored
+    head_dim: int = 0  # if the file has none; 0 means the width over the heads
+    kv_heads: int = 0  # if the file has none; 0 means as many as heads
+    grouped: bool = True  # whether the file's kv_heads and head_dim are used
     tied: bool = False
     always: tuple = ()  # (key, value): with another value the layer is built differently
 
@@ -148,7 +148,7 @@ FAMILIES = {
     "hunyuan_v1_dense": Family(**LLAMA, head_norms="head"),
     "apertus": Family(**LLAMA, gated=False, head_norms="head", per_layer=2),
 }
-SIZE_KEYS = {  # our name: the keys in a config.json; the first one present counts
+SIZE_KEYS = {  # our name: the keys in a config.json; the first one with a value is used
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
@@ -174,7 +174,7 @@ def read_family(config, path):
     The sizes are not checked yet. Raises InputError for a model whose weights are not counted here.
     """
     if not isinstance(config, dict):
-        raise InputError(f"{path} holds no JSON object")
+        raise InputError(f"{path} is not a JSON object")
     family = family_of(config, path)
     sizes = {}
     for size, keys in SIZE_KEYS.items():
@@ -182,7 +182,7 @@ def read_family(config, path):
             continue
         given = [config[key] for key in keys if key in config]
         value = next((each for each in given if each is not None), None)
-        if value is None and not given and size != "positions":  # null is not a default
+        if value is None and not given and size != "positions":  # null does not mean the default
             value = getattr(family, size, 0) or None
         if value is not None:
             sizes[size] = value
@@ -237,7 +237,7 @@ def setting(config, fact, path):
 
 
 def falcon(family, config, sizes, path):
-    """The Family of this Falcon, and its heads for keys: those of 40B and of 7B are unlike."""
+    """The Family of this Falcon, and its heads for keys: Falcon 40B and 7B differ in both."""
     if config.get("new_decoder_architecture"):
         norms = config.get("num_ln_in_parallel_attn") or 2
         if norms not in (1, 2):
@@ -252,10 +252,10 @@ def falcon(family, config, sizes, path):
 
 
 def weights_outside_matrices(family, config, model, path):
-    """(weights of a layer, weights of the ends) of a Model without any matrix.
+    """(weights of a layer, weights of the ends) of a Model that are not in a matrix.
 
-    Of a layer these are its biases and norms; of the ends norms, the table of positions, and the
-    head's bias.
+    Of a layer these are its biases and norms; of the ends, norms and the head's bias. The table of
+    positions is not among them.
     """
     width, norm = model.hidden, model.hidden * (2 if family.norm_bias else 1)
     layer = family.norms * norm + family.per_layer

@@ -53,7 +53,7 @@ class Forecast:
 
 
 def forecast(model, machine, plan):
-    """The Forecast of a plan. Raises ScheduleError where its schedule does not exist."""
+    """The Forecast of a plan. Raises ScheduleError if its schedule does not exist."""
     timeline, more, ideal = play(model, plan, stage_costs(model, machine, plan))
     end = timeline.makespan
     for rank, events in enumerate(timeline.by_rank):
@@ -132,7 +132,7 @@ def both_ways(one, other):
 
 
 def exposed_by(machine, work, messages, layers):
-    """Seconds of `messages` that `work` does not hide: a fraction of them, or what is longer.
+    """Seconds of `messages` that `work` does not hide: a fraction, or what outlasts the work.
 
     The messages of the first layer have no work to overlap with.
     """
@@ -161,11 +161,11 @@ def exposed_reduction(model, machine, plan, rank, last_backward):
 
     Gradients are ready layer by layer, so all sums except that of the last layer can overlap with
     it. The gather of updated weights, if replicas share an optimizer, overlaps with nothing, unless
-    the plan scatters its gradients: such a program gathers beside the first forwards.
+    the plan scatters its gradients: such a program gathers during the next forwards.
     """
     stages = stages_of(model, machine, plan)
     weights = weights_of(model, plan, plan.stages_of(rank))
-    summed = plan.replicas > 1 and plan.sharding not in ("gradients", "full")  # else scattered
+    summed = plan.replicas > 1 and plan.sharding not in ("gradients", "full")  # those scatter
     sums = stages.summing(weights) if summed else 0.0
     once = plan.sharding in ("optimizer", "gradients") or not plan.reshard
     gathers = stages.gathering(weights) if once and plan.replicas > 1 else 0.0

@@ -92,13 +92,13 @@ def find_model(text, length, batch):
     try:
         return model_of(text, length, batch)
     except InputError as error:
-        if "; " in str(error):  # which says already what to do
+        if "; " in str(error):  # it says already what to do
             raise
         raise InputError(f"{error}; mend that, or give {SIZES_TEXT}") from None
 
 
 def model_of(text, length, batch):
-    """The same Model. Its InputError may lack what to do."""
+    """The Model of `find_model`. The InputError may not say what to do."""
     called = text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
     if text in NAMED:
         model = NAMED[text]
@@ -153,7 +153,7 @@ def from_config(config, path):
         for size in SIZES
     }
     model = checked({**sizes, **built}, path, keys)
-    if model.head_dim * model.head_count == model.hidden:  # which is what no head_dim means
+    if model.head_dim * model.head_count == model.hidden:  # the same as without head_dim
         model = replace(model, head_dim=0)
     layer, ends = weights_outside_matrices(family, config, model, path)
     if model.gated and (layer, ends) == (2 * model.hidden, model.hidden):
@@ -163,7 +163,7 @@ def from_config(config, path):
 
 
 def checked(sizes, name, keys=None):
-    """The Model of these sizes, which a file calls `keys`. Raises InputError if it cannot be built."""
+    """The Model of these sizes, named `keys` in a file. Raises InputError if it cannot be built."""
     keys = keys or {size: size for size in SIZES}
     missing = NEEDED - set(sizes)
     if missing:

@@ -14,7 +14,7 @@ from guard.inputs import MEBIBYTE, InputError, is_number, read_json
 from planning.time_coefficients import TimeCoefficients, coefficients_from
 
 MACHINES = Path(__file__).parent / "machines"
-SHORT = {  # a GPU's name, for the machine that is full of it
+SHORT = {  # a GPU's name: the machine with these GPUs
     "h100": "dgx-h100",
     "a100": "dgx-a100-80gb",
     "a100-80gb": "dgx-a100-80gb",
@@ -36,20 +36,19 @@ class Link:
 class Machine:
     """`gpus` GPUs in nodes of `gpus_per_node`.
 
-    `flops` is the rate of one GPU within the matrix products of a training run. It is higher than the
-    end-to-end rate of a training run, because bubble, messages and all other operations are counted
-    separately. `fp8_flops` is the same for layers that compute in FP8, and 0 if the GPU has none.
-    `attention_flops` is the rate of fused attention, which is slower than a product, and
-    `flash_2_flops` that of FlashAttention 2, where the GPU has instructions that it does not use
-    (Shah et al. 2024, arXiv 2407.08608); 0 means that it is the same. `hidden` is
-    the fraction of the traffic of sharded weights, and of an overlapped tensor group, that can
-    overlap with computation. `peak` is the rate of the data sheet, which only MFU needs.
-    `memory_speed` is the rate of operations that only read and write. `measured`, if given,
-    replaces `flops` and `memory_speed`, and `error` is then the relative error of its forecasts;
-    other machines have that of expected_error.py. `bytes_per_value` is that of an activation or a
-    weight. A node is what one fast network connects. It may consist of several computers with
-    `gpus_per_host` GPUs each, which only the command that starts a plan needs to know; 0 means that
-    it is one computer.
+    `flops` is the rate of one GPU within the matrix products of a training run. It is higher than
+    the end-to-end rate of a training run, because bubble, messages and all other operations are
+    counted separately. `fp8_flops` is the same for layers that compute in FP8, and 0 if the GPU has
+    none. `attention_flops` is the rate of fused attention, which is slower than a product, and
+    `flash_2_flops` that of FlashAttention 2, which does not use all instructions of newer GPUs
+    (Shah et al. 2024, arXiv 2407.08608); 0 means the same rate. `hidden` is the fraction of the
+    traffic of sharded weights, and of an overlapped tensor group, that can overlap with
+    computation. `peak` is the rate of the data sheet, which only MFU needs. `memory_speed` is the
+    rate of operations that only read and write. `measured`, if given, replaces `flops` and
+    `memory_speed`, and `error` is then the relative error of its forecasts; other machines have
+    that of expected_error.py. `bytes_per_value` is that of an activation or a weight. A node is
+    what one fast network connects. It may consist of several computers with `gpus_per_host` GPUs
+    each, which only the command that starts a plan needs to know; 0 means that it is one computer.
     """
 
     gpus: int
@@ -117,7 +116,7 @@ def read_machine(name, gpus):
 def machine_from(text, gpus, name):
     """The Machine of a parsed JSON file. Raises InputError."""
     if not isinstance(text, dict):
-        raise InputError(f"{name} holds no JSON object")
+        raise InputError(f"{name} is not a JSON object")
     values = {key: _number(text, key, unit, name) for key, unit in FIELDS.items()}
     further = {
         field: _number(text, key, unit, name)
@@ -126,9 +125,9 @@ def machine_from(text, gpus, name):
     }
     for key, count in {**values, **further}.items():
         if key.startswith("gpus_per") and count % 1:
-            raise InputError(f"{name} has no whole number as '{key}'")
+            raise InputError(f"'{key}' of {name} is not a whole number")
     if further.get("hidden", 0) > 1:
-        raise InputError(f"{name} has no fraction of at most 1 as 'hidden'")
+        raise InputError(f"'hidden' of {name} is not a fraction of at most 1")
     if values["peak_teraflops"] < values["teraflops"]:  # one of them in another unit
         raise InputError(f"{name} has a 'peak_teraflops' below its 'teraflops'")
     measured = coefficients_from(text["measured"], name) if "measured" in text else None
@@ -151,7 +150,7 @@ def machine_from(text, gpus, name):
 def _bytes_per_value(text, name):
     value = text.get("bytes_per_value", 2)
     if value not in (2, 4, 8):
-        raise InputError(f"{name} has no 2, 4 or 8 as 'bytes_per_value'")
+        raise InputError(f"'bytes_per_value' of {name} is not 2, 4 or 8")
     return value
 
 
@@ -163,7 +162,7 @@ def _link(text, key, name):
     speed, latency = (_number(link, field, unit, where) for field, unit in LINK_FIELDS.items())
     cards = link.get("cards", 8)
     if not is_number(cards, 1, 1000) or cards % 1:
-        raise InputError(f"{where} has no whole number from 1 as 'cards'")
+        raise InputError(f"'cards' in {where} is not a whole number from 1")
     return Link(speed, latency, int(cards))
 
 

@@ -121,9 +121,9 @@ def measure_stages(job, length):
 def time_stage(job, config, part, index, rows, dtype):
     """{kind: [seconds, ...]} of the actions of stage `index` of three, which is `part`.
 
-    HELD micro-batches are in flight, as in a training run. With one, its activations would always lie
-    in memory that has just been used. The first three only see to it that the memory for this size
-    is there: the system takes long to give it, and a training run uses its memory again.
+    HELD micro-batches are in flight, as in a training run. With one, its activations would always
+    lie in memory that has just been used. The first HELD are not timed: they obtain the memory for
+    this size from the system, which takes long, and a training run reuses its memory.
     """
     times = defaultdict(list)
     for stage_class, halves in ((Stage, ""), (Stage, "B"), (SplitStage, "IW")):

@@ -47,7 +47,7 @@ class Performed(NamedTuple):
 
 
 def ranks_of_this_machine():
-    """How many ranks can compute at the same time here: one per GPU, else one per core."""
+    """How many ranks can compute at the same time here: one per GPU, or one per core."""
     gpus = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
     return len(gpus) or psutil.cpu_count(logical=False) or 1
 
@@ -78,8 +78,8 @@ def measure_machine(ranks, length):
 def besides(machine, length):
     """(seconds of a step, seconds of each end of a message) that no term of the fit has.
 
-    A step also makes batches and writes its log: the first run, of replicas, sends no message.
-    A message keeps threads of both ranks busy while these compute: the second run has few
+    A step also makes batches and writes its log: the first run, of replicas, sends no message. A
+    message keeps threads of both ranks busy while the ranks compute: the second run has few
     messages, and the third has many.
     """
     batch = 16 * machine.gpus  # divisible by everything that the three plans divide it by

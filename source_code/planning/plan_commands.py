@@ -16,10 +16,10 @@ from planning.narrow import command_lines, lines_of
 from planning.plan_memory import TIGHT
 
 OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
-SAVED_BY_NAME = ("llama-", "qwen2.5-")  # what convert.py takes, once their files are here
+SAVED_BY_NAME = ("llama-", "qwen2.5-")  # models that convert.py reads, once their files are here
 BYTES = 256  # a larger vocabulary needs a tokenizer
 CONVERTED = "--checkpoints", "NEW_FOLDER"
-LONGEST_TOKENS = 6  # bytes in one of a tokenizer that was trained on the course's text
+LONGEST_TOKENS = 6  # bytes per token of a tokenizer that was trained on the course's text
 
 
 def command_of(name, model, machine, plan):
@@ -53,7 +53,7 @@ def has_flags(plan):
 
 
 def own_text_is_enough(model):
-    """Whether the course's text has a held-out tenth of a sequence; a tokenizer shortens it."""
+    """Whether the held-out tenth of the course's text is long enough for a sequence of tokens."""
     bytes_per_token = 1 if model.vocabulary <= BYTES else LONGEST_TOKENS
     return DEFAULT_TEXT.stat().st_size >= 10 * (model.length + 1) * bytes_per_token
 

@@ -25,7 +25,7 @@ from planning.transformer import (
 )
 
 TIGHT = 0.9  # of the memory; one in eighteen of the published runs needs more than that
-STATE_BYTES = 12  # per 16-bit weight: 32-bit copy, mean, mean of squares; else the means
+STATE_BYTES = 12  # per 16-bit weight: 32-bit copy, mean, mean of squares; a wider one has no copy
 # Schedules whose backwards have two halves.
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
 FLUSHED = ("gpipe", "looped-bfs")  # all forwards run first, so all losses are held
@@ -54,7 +54,7 @@ def memory_per_rank(model, machine, plan):
 
 
 def memory_of_profile(model, machine, plan):
-    """Bytes of each rank from a profile: layers keep theirs until the whole backward has run."""
+    """Bytes of each rank from a profile; layers keep activations until a whole backward has run."""
     kept, at_work = kept_per_stage(model, plan)
     held = held_by(plan.schedule, plan.ranks, plan.chunks, plan.microbatches(model))
     found = []
@@ -97,7 +97,7 @@ def memory_by_counting(model, machine, plan):
     counted = _counted(config, plan.schedule, p, few, *rest)
     if m == few or plan.schedule not in FLUSHED:
         return counted
-    fewer = _counted(config, plan.schedule, p, few - 1, *rest)  # each further one adds as much
+    fewer = _counted(config, plan.schedule, p, few - 1, *rest)  # a further one adds as much
     return [
         (*one[:3], one[3] + (m - few) * (one[3] - less[3])) for one, less in zip(counted, fewer)
     ]

@@ -31,9 +31,9 @@ NO_FIGURE = "-"
 def table_lines(model, machine, found, first=1, wide=False):
     """A table with a row per Forecast, numbered from `first`; below each, its range and its limit.
 
-    Where all rows agree, their value is said once, above the table. A column that does not fit into
-    WIDTH is left out; if it is a setting of the plan, it is said below the row. With `wide` all is
-    in columns.
+    If all rows agree in a column, its value is said once, above the table. A column that does not
+    fit into WIDTH is left out; if it is a setting of the plan, it is said below the row. With
+    `wide` everything is in columns.
     """
     rows = [
         {"": str(number), **cells_of(model, machine, one)}
@@ -94,7 +94,7 @@ def said_of(name, text):
 
 
 def remark(plan, tight=False):
-    """Return what no column says, as two plans may differ in nothing else; "" for most plans."""
+    """Return what no column shows; two plans may differ in nothing else. "" for most plans."""
     remarks = {
         "memory is tight": tight,
         "even cut": not plan.cut and plan.ranks > 1,
@@ -152,7 +152,7 @@ def reason_lines(model, machine, found):
     plan = found.plan
     lines = [f"  {'seconds':>10}  of an update of {found.update:.4g}"]
     for what, seconds in parts_of(model, machine, found).items():
-        seconds = seconds if abs(seconds) > 1e-9 * found.update else 0.0  # else it is rounding
+        seconds = seconds if abs(seconds) > 1e-9 * found.update else 0.0  # less is rounding
         lines.append(f"  {seconds:10.4g}  {what} ({seconds / found.update:.1%})")
     if plan.ranks > 1:
         layers = plan.layers_of(model)

@@ -58,9 +58,11 @@ class ProfiledModel(Model):
 
 
 def check_layers(count, name):
-    """Raise InputError if a model has more layers than plans are compared for, in a few minutes."""
+    """Raise InputError if comparing a model's plans would take too long, for its many layers."""
     if count > MOST_LAYERS:
-        raise InputError(f"{name} has {count:,} layers, and plans are compared for {MOST_LAYERS:,}")
+        raise InputError(
+            f"{name} has {count:,} layers, and plans are compared for up to {MOST_LAYERS:,}"
+        )
 
 
 def profiled_model(content, path, batch):

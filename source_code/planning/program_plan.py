@@ -85,7 +85,7 @@ def print_seconds(arguments, schedule, machine, name):
 
 
 def machine_of(gpus, name):
-    """The Machine of that name or file, else a DGX A100."""
+    """The Machine of that name or file; a DGX A100 if the name is None."""
     if name is None:
         return Machine(gpus)
     try:

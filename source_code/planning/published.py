@@ -19,8 +19,9 @@ from planning.machine import Machine, read_machine
 from planning.training_plan import Plan
 from planning.transformer import Model
 
-# An update of a program on DeepSpeed took so many times as long as a forecast. tools/fit_rates.py
-# fits it to the five publications with such a program, with the same weight each.
+# An update of a program on DeepSpeed took this many times as long as its forecast.
+# tools/fit_rates.py fits it to the five publications with such a program, with the same weight
+# each.
 DEEPSPEED = 1.17
 
 

@@ -46,7 +46,7 @@ def rank_work(model, plan, costs):
 
 
 def within_layers(plan):
-    """What the messages of a forward or backward of a layer are."""
+    """The name of the messages within the forward and backward of a layer."""
     return "messages within layers" if plan.tensor > 1 else "gathers of sharded weights"
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seconds of a plan's stages, of its sums and its update, and the bytes of its messages.
 
-`stages_of` returns the object that knows them: by counting operations and bytes (CountedStages), by
-the coefficients of a machine that was measured (MeasuredStages), or, for the stages themselves, by a
-profile of the model's layers (ByProfile). Times are in seconds, sizes in bytes.
+`stages_of` returns the object that computes them: by counting operations and bytes (CountedStages),
+by the coefficients of a machine that was measured (MeasuredStages), or, for the stages themselves,
+by a profile of the model's layers (ByProfile). Times are in seconds, sizes in bytes.
 """
 
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ TENSORS_PER_LAYER = 9  # of a layer of the course's own model
 
 
 def stages_of(model, machine, plan):
-    """The object that knows the times of a plan's stages."""
+    """Return the object that computes the times of a plan's stages."""
     profiled = isinstance(model, ProfiledModel)
     if machine.measured:
         return (ProfiledStagesHere if profiled else MeasuredStages)(model, machine, plan)
@@ -58,7 +58,7 @@ class CountedStages:
     def seconds(self):
         """(forwards, backwards, their parts for the weights, second forwards), a list by stage each.
 
-        Of one micro-batch. The last stage includes the head and the loss.
+        Times are for one micro-batch. The last stage includes the head and the loss.
         """
         forward, given, weight, again = self.layer()
         layers = self.plan.layers_of(self.model)
@@ -74,8 +74,8 @@ class CountedStages:
 
         A backward has two products for each product of the forward, and fused attention recomputes
         its scores (FlashAttention). The forward and the backward have two sums over the tensor
-        group each. Beside FSDP, torch.utils.checkpoint recomputes: it stops as soon as it has what
-        the backward needs, and so it does not repeat the last product of a layer.
+        group each. With FSDP, torch.utils.checkpoint recomputes a layer: it stops as soon as it has
+        what the backward needs, so it does not repeat the layer's last product.
         """
         plan, machine = self.plan, self.machine
         if plan.flash_2 and machine.flash_2_flops:
@@ -125,7 +125,7 @@ class MeasuredStages(CountedStages):
     sums_by_layer = False  # one message per stage
 
     def seconds(self):
-        """The same lists; each message also costs its sender and its receiver time."""
+        """The lists of CountedStages; each message also costs its sender and its receiver time."""
         model, plan, measured = self.model, self.plan, self.machine.measured
         times, again = {kind: [] for kind in "FBIW"}, []
         for stage, layers in enumerate(plan.layers_of(model)):

@@ -23,9 +23,9 @@ class Model:
 
     With `gated` it is built as Llama is: a gated feed-forward part, no biases, no table of
     positions. Otherwise it is built as GPT is. Sizes of 0 follow from `hidden`: heads of 128
-    numbers, as many for keys and values, and `inner` of four times the width. The last three say,
-    where a config.json does, what else there is: biases and norms of a layer, rows of a table of
-    positions (otherwise `length` in a GPT), and the weights of the ends besides their matrices.
+    numbers, as many for keys and values, and `inner` of four times the width. The last three fields
+    come from a config.json and say what else there is: biases and norms of a layer, rows of a table
+    of positions (otherwise `length` in a GPT), and the weights of the ends besides their matrices.
     """
 
     layers: int
@@ -44,7 +44,7 @@ class Model:
     positions: int | None = None
     ends_rest: int | None = None
 
-    known_sizes = ()  # the only sizes of a micro-batch whose times are known, if there are such
+    known_sizes = ()  # if given, the only micro-batch sizes whose times are known
 
     @property
     def head_count(self):
@@ -56,7 +56,7 @@ class Model:
 
     @property
     def query_width(self):
-        """Numbers in the queries of a token, which are those of the width in most models."""
+        """Numbers in the queries of a token, in most models as many as the width."""
         return self.head_count * self.head_dim if self.head_dim else self.hidden
 
     @property
