@@ -44,7 +44,7 @@ def test_only_links_between_nodes_are_played():
         ({"schedule": "0F0,0B0"}, "has no list 'forward' with a time per stage"),
         (
             {"schedule": "0F0,0B0", "forward": [-1], "backward": [2], "backward_weight": [1]},
-            "'forward' holds what is not a time",
+            "'forward' has a value that is not a time",
         ),
         (
             {"schedule": "0F0,0B0\n1F0,1B0", **dict.fromkeys(KINDS, [1, 1])},

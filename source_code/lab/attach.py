@@ -26,14 +26,14 @@ from pipeline.training import cut_layers
 
 def add_flags(parser):
     """Add the lab's flags to a training script's parser."""
-    parser.set_defaults(describe=lambda job: None)  # the report says it
+    parser.set_defaults(describe=lambda job: None)  # the report describes the job
     add = parser.add_argument
     add(
         "--pace",
         type=positive_number,
         nargs="+",
         metavar="MS",
-        help="least time of a stage's forward and backward, and of the weights' part of it",
+        help="least time of a stage's forward, of its backward, and of its weights' part",
     )
     add("--pace-per-layer", action="store_true", help="--pace is the time of one layer")
     add("--timeline", metavar="FILE", help="write the performed timeline of the last step")
@@ -59,8 +59,8 @@ def observe(arguments, job, stages, schedule, what="step", first_step=0, held=No
 
     `schedule` is a Schedule or a name. `what` is the name of one pass through the schedule, and
     `first_step` is above 0 in a continued run. The summary is printed when the job is left. With
-    `held`, the parts that are updated and their optimizer, it has a table of the bytes of each rank.
-    Returns the Laboratory, which has the instruments as attributes.
+    `held`, the parts that are updated and their optimizer, it includes a table of the bytes of each
+    rank. Returns the Laboratory, which has the instruments as attributes.
     """
     if isinstance(schedule, str):
         schedule = build_schedule(schedule, job.num_ranks, arguments.microbatches)
@@ -86,7 +86,7 @@ class Laboratory:
         """Set up the instruments; all ranks call it."""
         job = self.job
         dump_stacks_when_asked()
-        # The watch, if the program is guarded, has to know when this rank acts and does not wait.
+        # The watch of a guarded program is called for each action: the rank does not wait in it.
         self.observer = Observer(job, [])
         if hasattr(job, "watch"):
             self.observer.methods["acting"].append(job.watch.acting)
@@ -99,7 +99,7 @@ class Laboratory:
             files = arguments.record, job.rank, self.schedule, self.clock, self.memory
             try:
                 self.log = FlightLog(*files, first_step)
-            except FileExistsError:  # both found the folder empty
+            except FileExistsError:  # two runs found the folder empty
                 end_process(
                     f"--record {arguments.record}: another run is being recorded there; name a new "
                     "folder"

@@ -13,7 +13,7 @@ from lab.drawing import TEXT, WIDTH, arrange, draw_legend, draw_longest_path, dr
 from lab.held_curve import held_parts
 from lab.story import short
 
-LETTER = 8.3  # width of a caption's letters, about
+LETTER = 8.3  # approximate width of a caption's letter
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ def draw_timelines(
 ):
     """A Picture of one timeline or several, one below the other on one scale.
 
-    `timelines` is a dictionary from label to Timeline, such as {"predicted": ..., "performed": ...}.
-    Each block has its story: as its title, or with `reading` in lines above its timeline, which a
-    page's style shows for the block that is pointed at (stepping.py). `stories` has other stories
-    than the timeline's own, by label; with `stories=False` a block has none. With `longest_path`
-    a line shows a longest path through each timeline (longest_path.py). `held` is a rank: below the
-    timelines stands what it holds (held_curve.py). `width` is that of the drawing, in its own
-    units; letters have the same size in a narrow drawing.
+    `timelines` is a dictionary from label to Timeline, such as {"predicted": ..., "performed":
+    ...}. Each block has its story: as its title, or with `reading` in lines above its timeline,
+    which a page's style shows for the block that is pointed at (stepping.py). `stories` replaces
+    the timelines' own stories, by label; with `stories=False` a block has none. With `longest_path`
+    a line shows a longest path through each timeline (longest_path.py). If `held` is a rank, the
+    curve of what it holds is below the timelines (held_curve.py). `width` is that of the drawing,
+    in its own units; letters have the same size in a narrow drawing.
     """
     places, height = arrange(timelines, reading, longest_path, width)
     parts = []

@@ -27,8 +27,8 @@ from lab.flight_log_reader import RANK_FILE, RUN_FILE
 from pipeline.message import Message
 from pipeline.schedules.text_form import to_csv
 
-# Numbers read at once: at 64 bits each they fit into a core's cache, twice. The weights of a
-# fingerprint's sum start again after as many, and a prime is not a multiple of a row's length.
+# Numbers read at once: at 64 bits each, two such pieces fit into a core's cache. The weights of a
+# fingerprint's sum repeat after this many, a prime, which is not a multiple of a row's length.
 AT_ONCE = 32_749
 
 
@@ -83,7 +83,7 @@ class FlightLog:
 
     @contextmanager
     def waiting(self, peer, what):
-        """Around a wait: the moment to write what has gathered."""
+        """A context for a wait, during which the pending events are written."""
         if torch.is_grad_enabled():
             self.flush()
         if isinstance(what, Message) and torch.is_grad_enabled():
@@ -101,7 +101,7 @@ class FlightLog:
                 write(*arguments, known=known)
 
     def pass_ended(self):
-        """Write the end of a pass; no gradient has been changed since its last action."""
+        """Write the end of a pass, with the norm that each stage's gradients have by then."""
         self.flush()
         for stage in self.stages.values():
             self.write(updated=stage.index, gradient=norm_of(gradients_of(stage)))
@@ -181,10 +181,10 @@ def look_at(tensor, known):
 def fingerprint(tensor):
     """[digest, norm, weighted sum] of a tensor.
 
-    The digest says whether two tensors are equal to the last bit; it is a CRC-32, which costs a fifth
-    of a cryptographic hash and takes one difference in 2**32 for none. The two numbers say whether they
-    are nearly equal: a change of the tensor by a vector of length e moves neither by more than e,
-    and the weighted sum notices what the norm does not, such as two rows that changed places.
+    The digest says whether two tensors are equal to the last bit; it is a CRC-32, which costs a
+    fifth of a cryptographic hash and misses one difference in 2**32. The two numbers say whether
+    they are nearly equal: a change of the tensor by a vector of length e moves neither by more than
+    e, and the weighted sum notices what the norm does not, such as two rows that changed places.
     """
     values = tensor.detach().cpu().contiguous().flatten()
     digest = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())

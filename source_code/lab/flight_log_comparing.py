@@ -134,7 +134,7 @@ def _ranks_of(recording, stage):
 
 
 def causes_among(differing, one, other, number):
-    """Those of the `differing` actions that did not inherit it from anything they build on."""
+    """Those of the `differing` actions that build on no other differing action."""
     taken, before = one.steps[number].by_result, {}
     for recording in (one, other):
         for earlier, result in _followed(recording.timeline(number)):
@@ -188,7 +188,7 @@ def _first_action(one, other, number, tolerance):
 
 
 def _factor_of_all(ours, theirs, root):
-    """A hint if every micro-batch of a stage has the other's tensor times one factor, else ""."""
+    """A hint if every micro-batch of a stage has the other's tensor times one factor, or ""."""
     alike = [r for r in ours if (r.kind, r.stage) == (root.kind, root.stage) and r in theirs]
     for verb in ("used", "made"):
         pairs = [(getattr(ours[r], verb), getattr(theirs[r], verb)) for r in alike]
@@ -226,7 +226,7 @@ def _in_both_kinds(one, other):
 
 
 def _without_idle_backwards(entries, others):
-    """`entries` less the backwards of frozen stages that the other recording does not have.
+    """`entries` without the backwards of frozen stages that the other recording does not have.
 
     Whether such a stage, which gathers no gradient, has backwards depends on the program: a
     schedule takes them, and autograd in one process does not.

@@ -51,7 +51,7 @@ class Bubble(NamedTuple):
 def longest_path(timeline):
     """The Steps of a longest path, in the order of time. Several may be equally long.
 
-    Where both its rank and its message kept an action from starting earlier, the path stays on the
+    If both its rank and its message kept an action from starting earlier, the path stays on the
     rank.
     """
     smallest = smallest_time(timeline)

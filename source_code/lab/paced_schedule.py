@@ -71,7 +71,9 @@ def read_times(path, longest):
         if not isinstance(times, list) or len(times) != schedule.num_stages:
             raise InputError(f"{path} has no list '{kind}' with a time per stage")
         if not all(is_number(time, 0, longest) for time in times):
-            raise InputError(f"{path}: '{kind}' holds what is not a time from 0 to {longest:g} ms")
+            raise InputError(
+                f"{path}: '{kind}' has a value that is not a time from 0 to {longest:g} ms"
+            )
     return schedule, Costs(*(content[kind] for kind in KINDS))
 
 

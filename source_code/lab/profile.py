@@ -74,7 +74,7 @@ class Profile:
                 profile.export_chrome_trace(file)
                 with open(file, encoding="utf-8") as text:
                     rows = json.load(text)["traceEvents"]
-        except (OSError, ValueError):  # torch does not say that its file is not there, or cut off
+        except (OSError, ValueError):  # torch does not report that its file is missing or cut off
             reason = OSError(errno.ENOSPC, "its temporary file had no room; set TMPDIR")
             say_not_written("--profile", f"of rank {self.job.rank}", reason)
             return

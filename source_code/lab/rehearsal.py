@@ -13,12 +13,12 @@ process group over gloo keeps NCCL's rules; `--rehearse MODE` puts it in gloo's 
     strict   all operations of a rank wait in one queue, in the order in which they are issued: two
              communicators on one GPU need not make progress at once
 
-A queue has one operation under way, and in all modes a send ends when its receive is under way, too.
-A batch of sends and receives is one operation. `wait()` blocks the host, which on a CPU is the
-device. That is one thing that NCCL does not do: with lazy connections a program may hang here that
-NCCL would let pass. What is not rehearsed: an early end of small sends, and what kernels take of a
-GPU. Sources: pytorch's ProcessGroupNCCL.cpp (pointToPoint), NCCL's user guide ("Using multiple NCCL
-communicators concurrently", "Group calls").
+A queue has one operation under way, and in all modes a send ends when its receive is under way,
+too. A batch of sends and receives is one operation. `wait()` blocks the host, which on a CPU is the
+device. NCCL's wait does not block the host, so with lazy connections a program may hang here that
+would pass with NCCL. Not rehearsed are the early end of small sends, and the share of a GPU that
+NCCL's kernels take. Sources: pytorch's ProcessGroupNCCL.cpp (pointToPoint), NCCL's user guide
+("Using multiple NCCL communicators concurrently", "Group calls").
 """
 
 import threading
@@ -87,7 +87,7 @@ def begin(mode):
 
 
 def as_one(operations, batch):
-    """`batch_isend_irecv`, whose operations are one for the queue."""
+    """Call `batch_isend_irecv` with its operations joined into one operation of the queue."""
     group = operations[0].group or dist.group.WORLD
     group.batch = []
     try:
@@ -119,7 +119,7 @@ class Operation(dist.Work):
         pending.append(self)
 
     def run(self):
-        """Perform the operation, in the thread of its queue. Returns the event that says so."""
+        """Perform the operation, in its queue's thread. Returns the event that marks its end."""
         self.state = "under way"
         try:
             for work in [part() for part in self.parts]:
@@ -238,8 +238,8 @@ def collective_named(name):
     return lambda group, *arguments, **options: group.collective(name, arguments, options)
 
 
-# An operation that went past its queue could meet gloo's lock while it has Python's, and another
-# thread the two in the other order; then the rank would stop for ever.
+# An operation outside a queue could wait for gloo's lock while it holds Python's, and another
+# thread in the opposite order; then the rank would hang.
 for each in (*COLLECTIVES, *NEWER_NAMES):
     setattr(Rehearsed, each, collective_named(each))
 
@@ -253,7 +253,7 @@ def queue_of(key):
 
 
 def work_off(queue):
-    # Set last, after torch's objects are freed: to free one takes Python's lock again, which aborts
-    # the process if the program has ended meanwhile.
+    # The event is set last, after torch's objects are freed: freeing one takes Python's lock again,
+    # which aborts the process if the program has ended meanwhile.
     while True:
         queue.get().run().set()

@@ -133,7 +133,7 @@ def _of_pair(cost, source, destination):
 
 @contextmanager
 def collector_paused():
-    """A context without garbage collections, which would scan again and again what all stays."""
+    """A context without garbage collections, which would scan live objects again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -20,7 +20,7 @@ class NodesError(ValueError):
 
 
 def node_name(rank):
-    """The node of this rank: SLURM's name for it, else the machine's own."""
+    """The node of this rank: the pretended one, SLURM's name for it, or the machine's own name."""
     pretended = os.environ.get(PRETENDED_VARIABLE)
     if pretended is not None:
         try:

@@ -5,7 +5,7 @@ import os
 from contextlib import contextmanager
 
 DELAY_VARIABLE = "PIPELINE_NODE_DELAY"  # ms that a message between nodes takes longer
-OCCUPANCY_VARIABLE = "PIPELINE_NODE_OCCUPANCY"  # ms for which it has their link to itself
+OCCUPANCY_VARIABLE = "PIPELINE_NODE_OCCUPANCY"  # ms for which such a message occupies its link
 PRETENDED_VARIABLE = "PIPELINE_RANKS_PER_NODE"  # pretend nodes of so many ranks, on one machine
 
 
