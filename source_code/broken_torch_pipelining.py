@@ -58,7 +58,7 @@ RANKS = {  # the number of ranks of traps that do not need two
 def main():
     arguments = parse_arguments()
     job = join_job("cpu", arguments.timeout, pairs=[])
-    dist.barrier()  # else a rank that fails at once would end the others while they still join
+    dist.barrier()  # otherwise a rank that fails at once would end others while they join
     with job.waiting_for_all(f"the trap {arguments.trap}"):
         TRAPS[arguments.trap](job, arguments.cured)
     job.leave()

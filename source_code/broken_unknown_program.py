@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 source_code/broken_unknown_program.py
     python source_code/broken_unknown_program.py
 
-With two ranks the library trains two stages; as one process the program trains both itself. Of this
-course it has the three lines of the flight log. Do not read `run_schedule` if you look for the fault.
+With two ranks the library trains two stages; as one process the program trains both itself.
+From the course it has only the flight log's lines. Do not read `run_schedule` if you seek the fault.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main():
     arguments = parser.parse_args()
     rank, num_ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if arguments.record == "" or os.path.exists(arguments.record or ""):
-        parser.error("argument --record: name a folder that is not there yet")
+        parser.error("argument --record: name a new folder")
     is_alone = (rank, num_ranks) == ("0", "1") and not arguments.repair
     if not is_alone and (rank, num_ranks) not in [("0", "2"), ("1", "2")]:
         parser.error("the model has two stages; start two ranks, or one without --repair")

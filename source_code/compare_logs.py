@@ -22,7 +22,7 @@ from pipeline.command_line import Parser, positive_number
 def main():
     parser = Parser(__doc__)
     parser.add_argument("one", metavar="FOLDER", help="the log of a run")
-    parser.add_argument("other", metavar="OTHER", help="the log of the run beside it")
+    parser.add_argument("other", metavar="OTHER", help="the log of another run")
     parser.add_argument(
         "--tolerance", type=positive_number, metavar="X", default=0.0, help="0 compares the bits"
     )

@@ -63,7 +63,7 @@ def read_flags():
     add("--to-hf", metavar="DIR", help="write the newest checkpoint there; a new folder")
     add("--tokenizer", metavar="DIR", help="the folder whose tokenizer goes into --to-hf")
     add(
-        "--dtype", choices=list(DTYPES), help="of the weights in --to-hf, else as in the checkpoint"
+        "--dtype", choices=list(DTYPES), help="of the weights in --to-hf; default: the checkpoint's"
     )
     arguments = parser.parse_args()
     if ranks_from_environment()[1] > 1:

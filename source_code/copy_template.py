@@ -39,9 +39,9 @@ LAB = ("lab.",)
 GUARD = "guard.around_main.", "guard.one_sentence.", "guard.printing."
 TEXT = Path("pipeline", "field_guide.txt")
 TOKEN_FILES = Path("extensions", "pretraining", "token_files.py")
-PREPARATION = Path("prepare_data.py")  # writes what they read
+PREPARATION = Path("prepare_data.py")  # writes the files that these read
 ROWS = Path("pipeline", "schedules", "__init__.py")
-# Packages that torch and transformers import if present: a file of that name would be imported.
+# Packages that torch and transformers import if present: such a file would be imported.
 TRIED_BY_TORCH = set(
     "backports brotli brotlicffi colorama cuda envwrap flint gmpy gmpy2 h2 monkeytype opt_einsum org "
     "pydot pynvml redis sniffio socksio torchcomms torchdistx trio triton z3".split()
@@ -131,7 +131,7 @@ def make_folder(destination):
 
 
 def write_new(path, text, destination):
-    """Write a file of the copy; one that cannot be written is named, and so is what is there."""
+    """Write a file of the copy; an error also names the part of the copy that is written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
@@ -182,7 +182,7 @@ def check_arguments(script, destination, with_lab):
 
 
 class Module:
-    """A file of the course, and what a copy leaves out `without` what is attached to programs."""
+    """A file of the course, and the statements that a copy leaves out: those that use `without`."""
 
     def __init__(self, path, without):
         self.path, self.text = path, read(SOURCE_CODE / path)

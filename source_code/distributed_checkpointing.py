@@ -11,7 +11,8 @@ folder, and nothing that was saved is touched.
 
 After SIGTERM or SIGUSR1 to any rank, the step ends, the training saves, and every rank ends with
 status 75, or with 0 under torchrun, which would report any other status as a failure. The file
-FOLDER/stopped exists from then on until the training is started again. A job script goes on with
+FOLDER/stopped exists from then on until the training is started again. A job script starts the
+training, and continues it after a stop, with
 
     srun bash -c 'trap "" USR1; exec torchrun ... --checkpoints FOLDER'; status=$?
     [ -e FOLDER/stopped ] && scontrol requeue "$SLURM_JOB_ID"
@@ -22,7 +23,7 @@ FOLDER/stopped exists from then on until the training is started again. A job sc
 A loss, gradient norm or weight that is not finite ends every rank with status 1. Nothing is saved
 from then on, so the checkpoints before it stay.
 
-convert.py writes the newest checkpoint as one file for torch.load.
+convert.py --to-hf writes the newest checkpoint as a folder that transformers loads.
 """
 
 import sys

@@ -107,7 +107,7 @@ def build_stages(arguments, job, schedule, cut, group, loss_function):
 
 
 def build_worker(arguments, job, schedule, stages, group, cut):
-    """Return the Worker; with --exchange it paces all itself, and times it with the lab's clock."""
+    """Return the Worker; with --exchange it paces its actions, and the lab's clock times them."""
     a = arguments
     if a.exchange:
         # A dispatch and a combine for each layer of a stage.

@@ -5,10 +5,10 @@
         --save NEW_DIR
 
 Each rank reads its own layers from the folder DIR and writes them to the folder NEW_DIR, which
-transformers loads; no rank ever has the whole model, and nothing is downloaded. Any number of ranks,
-any synchronous schedule. --verify compares every loss with transformers in one process. A file of
---data is read with the tokenizer of DIR, a folder that prepare_data.py has made as it is. Of JSON
-lines with "prompt" and "completion" only the completions are learnt.
+transformers loads; no rank ever has the whole model, and nothing is downloaded. Any number of
+ranks, any synchronous schedule. --verify compares every loss with transformers in one process. A
+file of --data is encoded with the tokenizer of DIR; a folder from prepare_data.py is read as it is.
+Of JSON lines with "prompt" and "completion" only the completions are learnt.
 """
 
 import sys
@@ -67,7 +67,7 @@ def main():
     for step in range(arguments.steps):
         [(inputs, targets)], share_of_loss.real_tokens = batches.take(step)
         optimizer.zero_grad()
-        job.shape = (*inputs[0].shape, arguments.dim)  # of activations: rows are not equally long
+        job.shape = (*inputs[0].shape, arguments.dim)  # of activations; batches differ in length
         loss = worker.run_step(inputs, targets)
         tied.sum_gradients()
         clip_gradients(job, tied.named_once(), arguments.clip)
@@ -111,7 +111,7 @@ def read_flags():
 
 
 def read_corpus(arguments):
-    """What is learnt, in the tokens of the saved model."""
+    """Return the Corpus to learn, in the tokens of the saved model."""
     a, tokenizer = arguments, tokenizer_of(arguments.model_folder)
     if is_token_folder(a.data):
         return load_tokens(a.data, a.vocabulary, a.seq_len, a.packed, tokenizer)

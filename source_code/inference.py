@@ -3,12 +3,12 @@
 
     torchrun --standalone --nproc-per-node 4 inference.py --groups 4 --verify
 
-Each rank keeps the keys and values of its own layers. Requests are in --groups, which are in
-flight at the same time; a group has --slots places, which a finished request leaves to the next.
-A pass has at most --tokens-per-pass tokens, so a long prompt is read in chunks. --checkpoints
-FOLDER takes the newest model that pretrain_llama.py or distributed_checkpointing.py has saved
-there, and --model DIR a Llama, Mistral, Qwen2 or Qwen3 that finetune.py or transformers has left.
-Without either the weights are those with which a training run starts.
+Each rank keeps the keys and values of its own layers. Requests are in --groups, which are in flight
+at the same time; a group has --slots places, which a finished request leaves to the next. A pass
+has at most --tokens-per-pass tokens, so a long prompt is read in chunks. --checkpoints FOLDER takes
+the newest model that pretrain_llama.py or distributed_checkpointing.py has saved there, and --model
+DIR a Llama, Mistral, Qwen2 or Qwen3 that finetune.py or transformers has written. Without either
+flag the weights are those with which a training run starts.
 """
 
 import sys
@@ -198,16 +198,16 @@ def read_flags():
     add("--requests", default=8, help="passages of the held-out text to be continued", **count)
     add("--prompt", action="append", metavar="TEXT", help="continue this instead; may be repeated")
     add("--tokens", default=16, help="tokens to write for each request", **count)
-    add("--groups", help="groups of requests in flight, else as many as ranks", **count)
+    add("--groups", help="groups of requests in flight, by default one per rank", **count)
     add(
         "--slots", default=2, help="requests of a group that are answered at the same time", **count
     )
     add("--tokens-per-pass", default=16, help="most tokens of a pass, prompts included", **count)
     add("--temperature", type=float, default=0.8, metavar="X", help="0: always the likeliest token")
-    add("--checkpoints", metavar="FOLDER", help="of a training run whose newest model is taken")
+    add("--checkpoints", metavar="FOLDER", help="of a training run; its newest model is used")
     folder = "folder with a Llama, Mistral, Qwen2 or Qwen3, of finetune.py or transformers"
     add("--model", dest="model_folder", metavar="DIR", help=folder)
-    add("--tokenizer", metavar="FILE", help="the tokenizer.json with which it was trained")
+    add("--tokenizer", metavar="FILE", help="the tokenizer.json with which the model was trained")
     parser.reads += ["--checkpoints", "--model", "--tokenizer"]
     parser.set_defaults(seq_len=64, vocabulary=256)
     attach.add_flags(parser)
@@ -246,7 +246,7 @@ def check_length(arguments):
     if passes > MOST_PASSES:
         raise SystemExit(
             f"--requests, --groups and --tokens allow for {passes:,} passes, and {MOST_PASSES:,} "
-            "are the most; use a smaller one"
+            "are the most; lower one of them"
         )
 
 

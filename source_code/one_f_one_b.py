@@ -59,7 +59,7 @@ def run_step(job, stage, inputs, targets):
             job.release_sent(Message("activation", job.rank, k))  # the gradient was made from it
         gradient = stage.backward(k, gradient)
         # The rank before sends its next activation before it takes this gradient. A send may wait
-        # for its receive, so this rank posts that receive first: else each could wait for the other.
+        # for its receive, so this rank posts that receive first: otherwise both could wait.
         expect_activation(warm_up + 1 + k)
         if not stage.is_first:
             job.release_sent(Message("gradient", job.rank, k - 2))  # taken before the last one

@@ -6,7 +6,7 @@
 
 --steps counts mini-batches, each of --batch-size and with an update of its own; a stage of several
 --replicas updates once for as many mini-batches. --weights chooses which version of the weights a
-mini-batch uses; --verify works that rule out in one process.
+mini-batch uses; --verify computes the same rule in one process.
 """
 
 import sys

@@ -8,9 +8,9 @@ schedule x micro-batch x cut x recomputation x sharding. The schedules are GPipe
 1F1B, ZB-H1, ZB-H2, ZB-V, V-Half and V-Min; others, such as looped-bfs, are not tried. MODEL is a
 name, sizes such as layers=32,hidden=4096,vocabulary=32000, a config.json of transformers, the
 folder of a saved model, or a profile of layers that plan_partition.py --save wrote; --machine is a
-name or a JSON file. --this-machine measures the one you sit at, in a minute or two, and --save
-keeps the result as such a file. Plans that no script of the course starts are ranked apart, as
-paper only. --confirm trains a few steps by the best plans of a measured machine. Else nothing is
+name or a JSON file. --this-machine measures this machine, in a minute or two, and --save keeps the
+result as such a file. Plans that no script of the course starts are ranked separately, as paper
+only. --confirm trains a few steps by the best plans of a measured machine. Otherwise nothing is
 started.
 
     python source_code/plan.py pretrain_llama.py --gpus 8 --model 1b --recompute layer
@@ -101,7 +101,7 @@ def main():
             "--confirm trains the best plans on the machine that was measured, with a model of the "
             "course's kind; add --this-machine, or leave it out"
         )
-    paper = [] if here else set(plans) - set(started)  # of the rest nothing was measured
+    paper = [] if here else set(plans) - set(started)  # the others' times were not measured
     paper = [plan for plan in plans if plan in paper]
     ours, others = (
         search_plans(model, machine, each, arguments.count) for each in (started, paper)
@@ -123,22 +123,22 @@ def parse_arguments():
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     models = f"{names()}, {SIZES_TEXT}, a config.json, or the folder of a saved model"
     add("model", nargs="?", metavar="MODEL", help=models)
-    add("--machine", help=f"{', '.join([*SHORT, *machine_names()])}, or a file; else {MACHINE}")
+    add("--machine", help=f"{', '.join([*SHORT, *machine_names()])}, or a file; default {MACHINE}")
     add("--this-machine", action="store_true", help="measure this one first, and plan for it")
     add("--save", metavar="FILE", help="keep what --this-machine measures, for --machine")
-    add("--gpus", help="to use, all of them; 8, or all that were measured", **count)
-    add("--batch-size", help="sequences per update; 128, or 32 if measured", **count)
-    add("--seq-len", help="tokens per sequence; 4096, or 128 if measured", **count)
+    add("--gpus", help="GPUs to use; default 8, or all that were measured", **count)
+    add("--batch-size", help="sequences per update; default 128, or 32 if measured", **count)
+    add("--seq-len", help="tokens per sequence; default 4096, or 128 if measured", **count)
     add(
         "--memory",
         type=positive_number,
         metavar="GB",
-        help="usable of a GPU; else what it is sold with, or 0.9 of this machine's",
+        help="usable memory of a GPU; default: what it is sold with, or 0.9 of this machine's",
     )
     precisions = {"choices": ("bf16", "fp8"), "default": "bf16"}
     add("--precision", help="of the layers' matrix products; bf16 unless given", **precisions)
     add("--count", default=8, help="plans to show", **count)
-    add("--why", type=positive_integer, metavar="PLAN", help="say what the time of this plan is")
+    add("--why", type=positive_integer, metavar="PLAN", help="say what takes the time of this plan")
     add(
         "--confirm",
         help="train by the best N plans, and by the worst, on a measured machine",
@@ -178,7 +178,7 @@ def parse_arguments():
 
 def plan_program(words):
     """Print the plan of the run that these flags of pretrain_llama.py describe. Returns 0."""
-    import pretrain_llama  # only here: it imports all that trains
+    import pretrain_llama  # imported late, because it imports all training code
 
     from extensions.pretraining.training_flags import check_training_flags
     from planning.program_plan import print_program_plan
@@ -187,13 +187,13 @@ def plan_program(words):
     parser.prog = f"plan.py {PROGRAM}"
     add = parser.add_argument
     add("--gpus", type=positive_integer, default=8, metavar="N", help="ranks of the run")
-    add("--machine", help=f"{', '.join([*SHORT, *machine_names()])}, or a file; else a DGX A100")
+    add("--machine", help=f"{', '.join([*SHORT, *machine_names()])}, or a file; default DGX A100")
     arguments = parser.parse_args(words)
     for flag, most in (("gpus", MOST_GPUS), ("layers", MOST_LAYERS)):
         if (getattr(arguments, flag) or 0) > most:
             raise SystemExit(f"--{flag} {getattr(arguments, flag)}: {most:,} are the most")
     arguments.num_ranks = arguments.gpus
-    arguments.shuffle = False  # there is no text, whose rows could be counted
+    arguments.shuffle = False  # without a text there are no rows to count
     schedule = pretrain_llama.complete_flags(parser, arguments, read_data=lambda _: None)
     check_training_flags(arguments, schedule)
     print_program_plan(arguments, schedule, arguments.machine)
@@ -201,7 +201,7 @@ def plan_program(words):
 
 
 def machine_of(arguments):
-    """The Machine that the flags name, or this one, measured. Fills in what follows from it."""
+    """The Machine that the flags name, or this one, measured. Sets the flags that depend on it."""
     a = arguments
     if a.this_machine:
         ranks = ranks_of_this_machine()
@@ -237,7 +237,7 @@ def machine_of(arguments):
 
 
 def usable(machine, gigabytes=None):
-    """Bytes that a plan may need of a GPU: the given gigabytes, else what it is sold with.
+    """Bytes that a plan may need of a GPU: the given gigabytes, or those it is sold with.
 
     A GPU with "80 GB" has more: torch reports 79.15 GiB of an A100 and 79.10 GiB of an H100, which
     are 85 GB. The rest is left to CUDA, NCCL and the gaps of the allocator.

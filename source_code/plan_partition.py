@@ -82,7 +82,7 @@ def parse_arguments():
     add("--batch-size", default=16, help="sequences per mini-batch", **count)
     add("--dtype", choices=list(DTYPES), default="float64", help="of weights and activations")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
-    # What a training script has beside these: a whole mini-batch at once, and nothing is trained.
+    # Flags of a training script that are fixed here: one micro-batch, and no training.
     parser.set_defaults(microbatches=1, seed=0, learning_rate=None, optimizer="sgd")
     arguments = parser.parse_args()
     if arguments.bandwidth < 1:

@@ -27,8 +27,8 @@ from pipeline.schedules.from_flags import by_name, schedule_option
 from pipeline.schedules.legal import check_legal
 from pipeline.schedules.text_form import LARGEST_CSV, from_csv, to_csv
 
-LEAST_COLUMNS = 40  # of a timeline in a terminal; a narrower one wraps it
-NOT_IN_XML = "[\0-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]"  # but in a name of a file
+LEAST_COLUMNS = 40  # of a timeline in a terminal; a narrower terminal wraps it
+NOT_IN_XML = "[\0-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]"  # characters that a file's name may have
 MOST_BLOCKS = 100_000  # in a picture; a block takes about a kilobyte
 
 
@@ -79,8 +79,8 @@ def parse_arguments():
     parser = Parser(__doc__)
     add = parser.add_argument
     add("schedule", help=f"{', '.join(SCHEDULES)}, or a CSV file")
-    add("--ranks", type=positive_integer, metavar="P", help="else 4")
-    add("--microbatches", type=positive_integer, metavar="M", help="else 8")
+    add("--ranks", type=positive_integer, metavar="P", help="default 4")
+    add("--microbatches", type=positive_integer, metavar="M", help="default 8")
     chunked = ", ".join(chunked_schedules())
     add("--chunks", type=positive_integer, metavar="V", help=f"stages per rank, for {chunked}")
     has = "; ".join(
@@ -95,7 +95,7 @@ def parse_arguments():
         "--occupancy", type=cost_or_nothing, default=0.0, metavar="T", help="of a link by a message"
     )
     add("--recompute", type=cost_or_nothing, default=0.0, metavar="T", help="on top of a backward")
-    add("--work", type=costs_in, metavar="X,Y,...", help="of each micro-batch: a multiple, else 1")
+    add("--work", type=costs_in, metavar="X,Y,...", help="factor of each micro-batch; default 1")
     add("--csv", metavar="FILE", help="write the schedule; - is standard output")
     add("--svg", metavar="FILE", help="draw the timeline")
     add("--terminal", action="store_true", help="print the timeline, 78 columns wide")

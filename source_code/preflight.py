@@ -105,7 +105,7 @@ def parse_arguments():
 
 
 def give_up(timeout, prints, as_text):
-    """End this rank with a last line. Rank 0 has it, unless there is no rank 0."""
+    """Print a last line and end this rank; other ranks than 0 print it if no launcher ends them."""
     advice = "look for a disk, a driver or a rank that does not answer, or raise --timeout"
     if not prints:
         time.sleep(WAIT)  # a launcher ends all ranks when rank 0 ends

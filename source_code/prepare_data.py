@@ -7,8 +7,8 @@
 --data takes text files, files of JSON lines (.jsonl) with one document per line under --field, and
 folders of either. Documents are separated by an empty line. Each ends up whole in the training part
 or in the held-out one. Texts are read and encoded a part at a time, so they may be larger than the
-memory. --dataset NAME takes a Hugging Face data set instead, of the hub or of a local folder, and
-streams no more of it than --characters. --check FOLDER compares an existing folder with its
+memory. --dataset NAME takes a Hugging Face data set instead, from the hub or from a local folder,
+and streams no more of it than --characters. --check FOLDER compares an existing folder with its
 checksums, and ends.
 """
 
@@ -146,7 +146,7 @@ def train_tokenizer(text, vocabulary):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=min(vocabulary, BYTES + len(text)),  # it makes room for as many at once
+        vocab_size=min(vocabulary, BYTES + len(text)),  # the trainer reserves room for all at once
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -192,7 +192,7 @@ def documents_of_dataset(name, characters):
                 return
     except (DataError, InputError):
         raise
-    # A network, a hub, a file, a column.
+    # Errors of the network, the hub, a file or a column.
     except (OSError, RuntimeError, ValueError, LookupError, library_error) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
@@ -308,11 +308,11 @@ def read_flags():
         help="texts with empty lines between documents, JSON lines, or folders of them",
     )
     add("--dataset", metavar="NAME", help="a Hugging Face data set to stream, instead of --data")
-    add("--characters", default=10_000_000, help="of --dataset", **count)
-    add("--field", default="text", help="where a document stands in a line of JSON")
+    add("--characters", default=10_000_000, help="to read of --dataset", **count)
+    add("--field", default="text", help="key of the document in a line of JSON")
     add("--vocabulary", default=BYTES, help="tokens at most; 256: bytes, more: byte pairs", **count)
-    add("--tokenizer", metavar="FILE", help="a tokenizer.json, else one is trained on the text")
-    add("--sample-characters", default=10_000_000, help="of the text for its training", **count)
+    add("--tokenizer", metavar="FILE", help="a tokenizer.json; default: trained on the text")
+    add("--sample-characters", default=10_000_000, help="to train a tokenizer on", **count)
     add("--hold-out", default=10, help="every Nth document is held out", **count)
     add("--out", metavar="FOLDER", help="where the tokens go; a new folder")
     add("--check", metavar="FOLDER", help="compare a folder with its checksums, and end")

@@ -152,7 +152,7 @@ def read_flags():
 
 
 def program_parser():
-    """The parser with the flags of this program, but for the lab's."""
+    """The parser with the flags of this program, except the lab's."""
     parser = training_parser(__doc__)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("--model", choices=list(MODELS), default="1m", help="sizes by name; flags override them")
@@ -160,8 +160,8 @@ def program_parser():
     add_training_flags(parser, warm_up_steps=10)
     add_replica_arguments(parser)
     add("--accumulate", default=1, help="passes per update", **count)
-    add("--evaluate-every", default=50, help="steps", **count)
-    add("--evaluate-windows", default=256, help="most rows", **count)
+    add("--evaluate-every", default=50, help="steps between evaluations", **count)
+    add("--evaluate-windows", default=256, help="most rows of an evaluation", **count)
     add("--sample", help="write N tokens, before and after", **count)
     add("--metrics", metavar="FILE", help="log of the training, one JSON object per line")
     add_checkpoint_arguments(parser)
@@ -174,7 +174,7 @@ def program_parser():
 def complete_flags(parser, arguments, read_data):
     """Check the flags, and add what follows from them. Returns the schedule of all replicas.
 
-    `read_data` may read nothing, where only the sizes of a training are asked for.
+    `read_data` may read nothing, if only the sizes of a training run are needed.
     """
     complete_sizes(arguments)
     complete_arguments(parser, arguments, read_data)
@@ -183,7 +183,7 @@ def complete_flags(parser, arguments, read_data):
 
 
 def take_settings(arguments):
-    """Make the config that of a model which convert.py has brought into --checkpoints."""
+    """Set the config to that of a model that convert.py has brought into --checkpoints."""
     try:
         arguments.config = with_settings(arguments.config, arguments.settings)
     except ValueError as error:
@@ -203,7 +203,7 @@ def take_settings(arguments):
 
 
 def complete_sizes(arguments):
-    """Fill in what --model and the machine say, and reject what does not fit together."""
+    """Fill in the sizes of --model and the machine's dtype; reject sizes that do not fit."""
     names = ("layers", "dim", "heads", "kv_heads", "vocabulary")
     for name, size in zip(names, MODELS[arguments.model]):
         if getattr(arguments, name) is None:
@@ -287,7 +287,7 @@ def build_logs(arguments, job, schedule, first_step):
 
 
 def build_batches(arguments, replicas, schedule):
-    """What says, for each batch, this replica's passes and how many tokens all replicas have."""
+    """The Batches: for each batch, this replica's passes and the number of all replicas' tokens."""
     needed = needed_on(schedule, replicas.job.rank, arguments.packed)
     cut = partial(passes_of, arguments, replicas)
     return Batches(arguments, cut, needed, replicas.job.device)

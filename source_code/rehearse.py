@@ -20,7 +20,7 @@ from guard.one_sentence import in_one_sentence
 from lab import rehearsal
 
 STUCK = 5.0  # seconds without an ended operation
-GRACE = 2.0  # seconds in which the other ranks print theirs
+GRACE = 2.0  # seconds in which the other ranks print their operations
 PACKAGES = {"pipeline", "guard", "extensions", "lab"}  # of the course, which a copy has, too
 
 

@@ -6,8 +6,8 @@
     torchrun --standalone --nproc-per-node 3 source_code/train.py build/best.csv --verify
 
 Costs are given, or measured: --timeline takes what a training script wrote. The result is never
-longer than the shortest schedule with a name that fits, and beside it stands a bound that no
-schedule can be below. If they meet, the schedule is proven to be best.
+longer than the shortest named schedule that fits. A lower bound for all schedules is printed beside
+it; if the two are equal, the schedule is proven to be best.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main():
     answer = search(question, arguments.seconds)
     if answer.schedule is None:
         raise SystemExit(
-            "--room leaves no schedule that can run, or none was found; allow more of it"
+            "--room leaves no schedule that can run, or none was found; allow more room"
         )
     if arguments.csv:
         write_output("--csv", arguments.csv, to_csv(answer.schedule))
@@ -56,8 +56,8 @@ def main():
 def parse_arguments():
     parser = Parser(__doc__)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
-    add("--ranks", help="else 4", **count)
-    add("--microbatches", help="else 8", **count)
+    add("--ranks", help="default 4", **count)
+    add("--microbatches", help="default 8", **count)
     add("--chunks", default=1, help="stages per rank", **count)
     add("--placement", choices=list(PLACEMENTS), default="loop", help="of several stages per rank")
     add("--forward", type=costs_in, default=[1.0], metavar="T,...", help="of each stage, or of all")

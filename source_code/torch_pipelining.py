@@ -78,7 +78,7 @@ def run_step(arguments, job, schedule, stages, inputs, targets, keywords):
             *([inputs] if has_first else []),
             target=targets if losses is not None else None,
             losses=losses,
-            return_outputs=False,  # or the last stage keeps the scores of every micro-batch
+            return_outputs=False,  # otherwise the last stage keeps all scores
             **keywords,
         )
     job.complete_sends()

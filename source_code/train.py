@@ -38,7 +38,7 @@ def main():
     add_schedule_flags(parser, default=None)
     add_recompute_flags(parser)
     attach.add_flags(parser)
-    parser.set_defaults(microbatches=None)  # those of the file, else 8
+    parser.set_defaults(microbatches=None)  # the number of the file, or 8
     arguments = parser.parse_args()
     schedule = schedule_of(arguments)
     complete_arguments(parser, arguments)

@@ -6,9 +6,9 @@
 
 The last rank has the head, so 1F1B runs at its pace. --cut gives it fewer layers, --tied makes
 embedding and head one matrix, whose two gradients are added up, and --spread cuts both over the
-vocabulary and gives a part to every rank, with actions of their own in the schedule. The losses
-are the same. --pace is the time of one layer; the head takes as many times that as it is worth
-layers.
+vocabulary and gives a part to every rank, with actions of their own in the schedule. The losses are
+the same. --pace is the time of one layer; the head takes this time for every layer that it is
+worth.
 """
 
 import sys
@@ -98,7 +98,7 @@ def pace_by_work(arguments, cut):
 
 
 def work_of_stages(arguments, cut):
-    """Return each stage's work in layers, by its weights in matrix products, so no embedding."""
+    """Return each stage's work in layers, by its weights in matrix products: no embedding."""
     a = arguments
     kv_width = a.kv_heads * a.config.head_dim
     layer = 2 * a.dim * (a.dim + kv_width) + 3 * a.dim * a.config.hidden_dim

@@ -69,7 +69,7 @@ def run_step(job, stage, per_rank, inputs, targets):
             job.release_sent(Message("activation", job.rank, k))  # the gradient was made from it
         gradient = stage.backward_input(k, gradient)
         # The rank before sends so many activations before it takes this gradient. A send may wait
-        # for its receive, so this rank posts those first: else each could wait for the other.
+        # for its receive, so this rank posts those receives first: otherwise both could wait.
         expect_activation(warm_up + per_rank + k)
         if not stage.is_first:
             # The rank before takes a gradient after each forward that it sends.
