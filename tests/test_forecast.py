@@ -446,7 +446,7 @@ def test_a_machine_hides_no_more_traffic_than_there_is(tmp_path):
     path = tmp_path / "machine.json"
     text = (MACHINES / "dgx-h100.json").read_text()
     path.write_text(json.dumps(json.loads(text) | {"hidden": 1.5}))
-    with pytest.raises(InputError, match="no fraction of at most 1 as 'hidden'"):
+    with pytest.raises(InputError, match="'hidden' of .* is not a fraction of at most 1"):
         read_machine(str(path), 8)
 
 
