@@ -64,7 +64,7 @@ def main():
     arguments = parser.parse_args()
     rank, num_ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if arguments.record == "" or os.path.exists(arguments.record or ""):
-        parser.error("argument --record: name a new folder")
+        parser.error("argument --record: name a folder that does not exist yet")
     is_alone = (rank, num_ranks) == ("0", "1") and not arguments.repair
     if not is_alone and (rank, num_ranks) not in [("0", "2"), ("1", "2")]:
         parser.error("the model has two stages; start two ranks, or one without --repair")
