@@ -143,7 +143,7 @@ def write_new(path, text, destination):
 
 
 def is_other(path, text):
-    """Return whether something else than `text` is at `path`."""
+    """Return whether `path` exists and its content is not `text`."""
     try:
         return os.path.lexists(path) and read_text(path) != text
     except InputError:

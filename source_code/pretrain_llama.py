@@ -250,8 +250,8 @@ def build_model_part(arguments, first, last, device="cpu"):
     What the rest relies on: it takes tokens (rows, seq_len) where `first` is 0, else an activation
     (rows, seq_len, dim), and returns an activation, or scores (rows, seq_len, vocabulary) where
     `last` is --layers. Its parameters are named as in the whole model and start from the same
-    values however it is cut. --recompute stage and layer also want `layers`, and
-    forward(x, start=0, end=None), which runs only these of them; selective wants attention.mix.
+    values however it is cut. --recompute stage and layer also need `layers`, and forward(x,
+    start=0, end=None), which runs only these layers; selective needs attention.mix.
     """
     dtype = torch.float32 if arguments.dtype == "bfloat16" else arguments.torch_dtype
     if arguments.settings:  # all weights will be those of the checkpoint

@@ -261,7 +261,7 @@ class Watch(threading.Thread):
 
 
 def text_of_pending():
-    """What this rank's operations do at this moment, for those that have a text."""
+    """The texts of this rank's pending operations at this moment, or ""."""
     return "; ".join(filter(None, (text() for text in pending_texts)))
 
 

@@ -3,8 +3,8 @@
 
 Time runs to the right, rank 0 is on top, timelines in one picture share one scale. Colours are
 those of Okabe and Ito, and each kind has a second mark, so that no colour carries meaning alone.
-The background is transparent, and text beside the blocks has the grey that can be read on white
-and on black.
+The background is transparent, and the grey of the text beside the blocks is readable on white and
+on black.
 """
 
 from dataclasses import dataclass

@@ -58,7 +58,7 @@ naming = threading.local()
 
 
 def check_rehearsal(arguments):
-    """Begin what --rehearse asks for, before the ranks meet."""
+    """Start the rehearsal of --rehearse, before the ranks meet."""
     if not arguments.rehearse:
         return
     if arguments.device == "cuda" or (arguments.device == "auto" and torch.cuda.is_available()):

@@ -38,7 +38,7 @@ def in_text(timelines, colours=False, unit="ms", columns=COLUMNS):
 
 
 def _legend(timelines, columns):
-    """What the signs mean that occur, in lines that break between two of them."""
+    """The meanings of the signs that occur, in lines that break between two meanings."""
     kinds = {event.action.kind.replace("I", "B") for each in timelines for event in each.events}
     entries = [words for kind, words in LEGEND.items() if kind in kinds] + [". waiting"]
     unbroken = "   ".join(entry.replace(" ", "\xa0") for entry in entries)

@@ -26,7 +26,7 @@ def attach_torch_stage(observer, stage, view=None):
 
     The library counts micro-batches from 0 in every replica; the stage's attribute
     `first_microbatch` is the number of its replica's first one. A backward's `used` is the gradient
-    of the stage's output; on the last stage, whose output is scores, only a given `view` has it.
+    of the stage's output; on the last stage, whose output is scores, only with a `view`.
     """
     forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
     backward_weight = stage.backward_weight_one_chunk

@@ -53,7 +53,7 @@ def ranks_of_this_machine():
 
 
 def measure_machine(ranks, length):
-    """The JSON object of this machine's file, measured with so many ranks and this length.
+    """The JSON object of this machine's file, measured with these ranks and length.
 
     Raises subprocess.SubprocessError if a run fails or takes too long.
     """

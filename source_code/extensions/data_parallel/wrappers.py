@@ -47,7 +47,7 @@ class WithDDP:
         """Return `part` inside DDP, which gives its parameters' names the prefix `module.`."""
         group = self.replicas.mesh.get_group("replica")
         if not any(weight.requires_grad for weight in part.parameters()):
-            return part  # DDP refuses a module without gradients
+            return part  # DDP rejects a module without gradients
         self.parts[index] = DistributedDataParallel(part, process_group=group)
         self.parts[index].register_comm_hook(group, add_up)
         return self.parts[index]
@@ -92,7 +92,7 @@ class WithFSDP2:
         for module in [*part.layers.values(), part]:
             fully_shard(module, mesh=mesh, reshard_after_forward=False)
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo refuses other factors in float32
+            module.set_force_sum_reduction_for_comms(True)  # gloo rejects other factors in float32
         self.parts[index] = part
         return part
 

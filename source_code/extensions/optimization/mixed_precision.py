@@ -66,7 +66,7 @@ class NormOf16Bits(torch.autograd.Function):
 
 
 def hand_over_deferred(stage, master):
-    """Make a split backward of `stage` add to the gradients of `master`, of which it has a copy.
+    """Let split backwards of `stage`, which computes with a copy, add to the master's gradients.
 
     The backward for the weights adds gradients without autograd, so no hook runs for them.
     """

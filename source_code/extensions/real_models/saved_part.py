@@ -38,7 +38,7 @@ NAMES = {  # the course's name of a module: its name in a file
 
 @dataclass(frozen=True)
 class SavedSettings(ModelConfig):
-    """The sizes of ModelConfig, of which two are free here, and the other settings."""
+    """The sizes of ModelConfig, where `head_dim` and `hidden_dim` are free, and other settings."""
 
     head_dim: int = 8
     hidden_dim: int = 96

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage's layers, of which each rank of a tensor group has a part of every matrix.
+"""A stage's layers, split so that each rank of a tensor group has a part of every matrix.
 
     query, key, value, gate, up    split by rows, the outputs: each rank has some heads, and some
                                    of the feed-forward network's width
