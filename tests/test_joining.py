@@ -91,10 +91,11 @@ def end_of_ranks(folder, *ends):
 
 
 def assert_rejected(ended, *words):
-    """All ranks end with status 2, and one sentence of the node says why."""
+    """All ranks end with status 2, and each, since no launcher has ended it, with one sentence."""
     statuses, text = ended
     assert set(statuses) == {2}, ended
-    assert text.count("\n") == 1 and "Traceback" not in text, text
+    said = text.splitlines()
+    assert len(said) == len(statuses) and len(set(said)) == 1 and "Traceback" not in text, text
     for word in words:
         assert word in text
 

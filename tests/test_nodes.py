@@ -122,14 +122,14 @@ def test_a_free_port_is_none_that_is_taken_and_none_that_the_system_hands_out(mo
 def test_a_node_name_that_leads_nowhere_is_named_with_the_cure(environment, monkeypatch, capsys):
     environment(**{**SLURM_VARIABLES, "SLURM_STEP_NODELIST": "nowhere.invalid"})
     monkeypatch.setattr(one_sentence, "WAIT", 0.0)
-    for local_rank, lines in [("0", 1), ("1", 0)]:  # once per node
+    for local_rank in ("0", "1"):
         environment(SLURM_LOCALID=local_rank)
         with pytest.raises(SystemExit) as ended, in_one_sentence():
             find_store(Job(0, 4, "cpu", "gloo", 1))
         said = capsys.readouterr().err
         assert ended.value.code == 2
-        assert said.count("\n") == said.count("on node nowhere.invalid") == lines
-        assert said.count("export MASTER_ADDR") == lines
+        assert said.count("\n") == said.count("on node nowhere.invalid") == 1
+        assert said.count("export MASTER_ADDR") == 1
 
 
 TORCHRUN = {

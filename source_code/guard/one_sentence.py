@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a program with the sentence of a SystemExit: printed once per node, with status 2."""
+"""Ends a program with the sentence of a SystemExit and status 2."""
 
 import json
 import os
