@@ -33,7 +33,7 @@ def check(lesson, call, code, setup="", width=WIDTH):
     `lesson` is a module of course.checks, such as "lesson_02"; `call` is the line of the notebook
     that runs the check, such as "check.own_gpipe(own_gpipe)"; `setup` holds the notebook's imports.
     In the result, `said` is the printed text and `right` says whether the answer is right. For a
-    right schedule it also has the keys of `explained`.
+    right answer to an exercise of DRAWN, the result also has the keys of `explained`.
     """
     namespace = {"__name__": "__main__"}
     printed = io.StringIO()
