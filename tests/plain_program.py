@@ -197,6 +197,6 @@ def train_without_flush(rank, folder, fault=None):
 
 
 def put_into(weights, values):
-    """Not in place for autograd, so that a graph may still go back through it."""
+    """Change the weights without autograd noticing, so that a graph still allows its backward."""
     for weight, value in zip(weights, values):
         weight.data.copy_(value)
