@@ -53,7 +53,7 @@ def topic_of(module):
 
 
 def topics_of(imports):
-    """The same imports between topics."""
+    """The imports between topics, from those between modules."""
     topics = merged(imports, topic_of)
     topics.pop("extensions", None)  # an empty __init__.py
     return topics
