@@ -5,7 +5,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "source_code"
 PACKAGES = ("small", "pipeline", "guard", "lab", "extensions", "planning", "course", "broken")
-BY_TOPIC = ("extensions", "course")  # packages of which each folder and file is a topic of its own
+BY_TOPIC = ("extensions", "course")  # packages whose folders and files are topics
 SCRIPTS = "the scripts"
 
 

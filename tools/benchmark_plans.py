@@ -175,7 +175,7 @@ def paced():
         machine = Machine(plan.gpus, gpus_per_node=per_node, between=SLOW)
         one = confirm(PACED_MODEL, machine, plan)
         name = f"{per_node} ranks per node, {describe(plan)}"
-        # A pipeline's part of its forecast says what its ranks do, per GPU of the same model.
+        # Plans are compared with each other only if they have the same GPUs on the same nodes.
         found.append(Confirmed(name, one.forecast, one.performed, None, (per_node, plan.gpus)))
     return found
 

@@ -105,7 +105,7 @@ def with_row(text, row):
 
 
 def with_address(text, address):
-    """README.md, which also says what to clone."""
+    """The text of README.md with the links, and with the address to clone."""
     cloned = f"git clone {HOST + address if address else 'ADDRESS'} pipeline-course"
     text = re.sub(r"git clone \S+ pipeline-course", cloned, text)
     return with_row(text, row_of(address))

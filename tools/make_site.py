@@ -90,7 +90,7 @@ def main():
         course = read_course(Path(arguments.of).resolve(), lives, arguments.address, site)
         write_pages(made, course)
         shutil.rmtree(site, ignore_errors=True)  # an older one, which stays until here
-        for part in (SCRIPTS, "."):  # first what tells a site from another folder
+        for part in (SCRIPTS, "."):  # first the scripts, which mark a folder as a site
             shutil.copytree(made / part, site / part, dirs_exist_ok=True)
     kind = "run in the pages" if course.lives else "are pictures and text"
     print(

@@ -33,7 +33,7 @@ from pipeline.command_line import Parser  # noqa: E402
 
 FILES = pipeline, guard, lab, extensions, planning, course, scripts
 FAULTS = [fault for file in FILES for fault in file.FAULTS]
-MAKE_TEST = "-m", "not further"  # what `make test` leaves out catches nothing
+MAKE_TEST = "-m", "not further"  # tests that `make test` leaves out do not count
 LIMIT = 300  # seconds for the tests of one fault
 REPORTED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
 # Python reuses compiled code if its source was written in the same second, and two faults may be

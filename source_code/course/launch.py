@@ -185,7 +185,7 @@ class LaunchedRanks:
         self.streams = {"stdout": self.process.stdout, "stderr": self.process.stderr}
 
     def failure(self, wait=False):
-        """A sentence once the launcher has failed, else None."""
+        """A sentence if the launcher has failed, or None."""
         code = self.process.wait(timeout=30) if wait else self.process.poll()
         return f"the launcher ended with exit status {code}" if code else None
 
@@ -248,7 +248,7 @@ class WarmRanks:
         }
 
     def failure(self, wait=False):
-        """A sentence that names the rank that failed, else None."""
+        """A sentence that names the rank that failed, or None."""
         for process in self.ranks if wait else []:
             process.join(timeout=30)
         codes = [process.exitcode or 0 for process in self.ranks]

@@ -104,7 +104,7 @@ def call(function, *arguments):
         with endless_loops_ended(LONGEST):
             result = function(*arguments)
             result = list(islice(result, MOST_VALUES)) if isinstance(result, Iterator) else result
-    except Exception as error:  # an error in the learner's code is an answer, too
+    except Exception as error:  # an error in the learner's code is a wrong answer
         raise WrongAnswer(f"{name} raised {type(error).__name__}: {error}") from None
     if isinstance(result, list) and len(result) == MOST_VALUES:
         raise WrongAnswer(f"{name} gives {MOST_VALUES:,} values and more; does it end?")

@@ -82,7 +82,7 @@ class Prediction:
 class View:
     """Everything that is shown for some Settings, as SVG and HTML text, without widgets.
 
-    `refusal` is the sentence shown in place of the picture if there is nothing to draw, else "".
+    `refusal` is the sentence shown in place of the picture if there is nothing to draw, or "".
     With `longest_path` the pictures show a longest path, and `reasons` is not empty.
     """
 
