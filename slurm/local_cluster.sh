@@ -8,7 +8,7 @@
 #
 # One controller, one daemon for each pretend node, and the munge daemon with which they recognise
 # each other. All of them belong to you, root or not, listen on 127.0.0.1 only and keep everything
-# in one folder, which must be yours alone: who writes there decides what the daemons do.
+# in one folder, which must be yours alone: whoever can write there controls the daemons.
 # Started by root it takes the jobs of all users of the machine, each as its owner.
 # The GPUs are pretended: SLURM hands them out like real ones, and there is nothing behind them.
 # Cores are declared, not separated. Needs Linux and Debian's or Ubuntu's packages.
@@ -76,8 +76,8 @@ usual_folder() {
     fi
 }
 
-# A cluster's configuration names programs that SLURM's commands load: a foreign one is not read,
-# let alone written to. Only root's is used by others, and they change nothing in it.
+# A cluster's configuration names programs that SLURM's commands load, so another user's is not
+# read, let alone written to. Only root's is used by others, and they change nothing in it.
 check_owner() {
     local above=$folder
     owned_by "$(id -u)" "$folder" ||
@@ -239,8 +239,8 @@ CONFIGURATION
     } >"$folder/hosts"
 }
 
-# The first of as many ports in a row as are needed that nobody listens on. Each user begins to look
-# at another, for in a course all start at the same moment.
+# The first of the needed number of consecutive free ports. Each user's search begins elsewhere,
+# because in a course all start at the same moment.
 free_ports() {
     local first=$((26817 + $(id -u) % 40 * 20)) i
     for ((i = 0; i <= nodes; i++)); do

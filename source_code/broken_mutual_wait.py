@@ -19,7 +19,7 @@ def main():
     job = start_job(arguments, shape=(2, 2))
     attach.observe(arguments, job, [], "naive")
     other = 1 - job.rank
-    # What this waits for would be sent by the line after the other rank's wait.
+    # The other rank would send this gradient after its own wait, which never ends.
     job.receive(other, f"a gradient for rank {job.rank}").wait()
     return 0
 

@@ -79,7 +79,7 @@ def serve(arguments, job, stage, passes, requests, schedule):
 
     for one in passes:
         receives.post_before(one)
-        # What goes in: on the first rank tokens, of which the newest come from the last rank.
+        # The input: on the first rank tokens, of which the newest come from the last rank.
         if stage.is_first:
             while one.group in [before.group for before, _ in chosen]:
                 take_chosen()
@@ -89,7 +89,7 @@ def serve(arguments, job, stage, passes, requests, schedule):
             inputs = receives.take()
         output = stage.take_turn(one).forward(one.chain, inputs, one)
 
-        # What comes out: on the last rank the next token of each text that has been read so far.
+        # The output: on the last rank the next token of each text that has been read to its end.
         tokens = None
         if not stage.is_last:
             job.send(output, following, Message("activation", job.rank, one.chain))

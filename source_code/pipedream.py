@@ -118,7 +118,7 @@ def run_training(arguments, job, stage, schedule):
             destination = schedule.rank_of(stage.index - 1, k)
             job.send(gradient, destination, Message("gradient", stage.index, k))
         # An update takes the gradients of a whole group: one of each replica, or of all
-        # micro-batches of a mini-batch. What the end leaves incomplete gets none.
+        # micro-batches of a mini-batch. An incomplete group at the end gets no update.
         group = max(count, arguments.microbatches)
         last = k - k % count + count if count > 1 else k + 1
         if last % group == 0 and last <= len(inputs):

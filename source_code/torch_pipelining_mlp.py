@@ -77,7 +77,7 @@ def read_flags():
 
 
 class Network(nn.Module):
-    """Written without a thought of pipelines: branches, widths and a sum, as one likes."""
+    """A network written without pipelines in mind: branches, a sum and unequal widths."""
 
     def __init__(self):
         super().__init__()

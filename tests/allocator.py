@@ -1,4 +1,4 @@
-"""What is in memory, as the allocator has it: for a look from outside at what the course counts.
+"""What is in memory according to torch's allocator, to check what the course counts.
 
 The course counts with hooks which tensors autograd keeps. torch's allocator knows nothing of
 autograd; it sees each piece of memory come and go, whoever keeps it, and torch.profiler notes that.
@@ -12,10 +12,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class Allocator:
-    """Around work on the CPU: the bytes that were asked for inside and are not yet given back.
+    """A context around work on the CPU: the bytes that are allocated in it and not yet freed.
 
-    `peak` is the most of it, `at[name]` what it was when `mark(name)` was called; both are there
-    once the `with` is over.
+    `peak` is their maximum, and `at[name]` their number when `mark(name)` was called; both are set
+    at the end of the context.
     """
 
     def __enter__(self):
@@ -38,7 +38,7 @@ class Allocator:
         for row in sorted((row for row in rows if "ts" in row), key=lambda row: row["ts"]):
             if row["name"] == "[memory]":
                 address, size = row["args"]["Addr"], row["args"]["Bytes"]
-                # What was there before may be given back inside; it does not count.
+                # What was allocated before the context may be freed in it, and does not count.
                 if size > 0:
                     there[address] = size
                     now += size

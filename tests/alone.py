@@ -14,7 +14,7 @@ from nbval.plugin import IPyNbFile, coalesce_streams
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 560  # seconds for a cell
-# As outside the tests, where a name server is asked: pip needs one.
+# The environment outside the tests, with a name server, which pip needs.
 ONLINE = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}
 
 
@@ -38,7 +38,7 @@ def make_repository(folder):
 
 
 def put_alone(lesson, folder, address):
-    """Write a lesson of notebooks/, whose first cell knows `address`, into `folder`; its path."""
+    """Write a lesson of notebooks/, whose first cell knows `address`, into `folder`; return it."""
     notebook = json.loads((ROOT / "notebooks" / lesson).read_text())
     first = next(filter(is_first, notebook["cells"]))
     first["source"] = with_address("".join(first["source"]), address)
@@ -53,7 +53,7 @@ def with_address(text, address):
 
 
 def performed(path, python):
-    """Run a notebook from the top with this Python's kernel in the notebook's folder; its cells."""
+    """Run a notebook from the top with this Python's kernel in its folder; return its cells."""
     kernel = Kernel(kernel_name="python3")
     kernel.kernel_spec.argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     notebook = nbformat.read(path, as_version=4)

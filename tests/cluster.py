@@ -73,7 +73,7 @@ class Cluster:
     def processes(self, word=""):
         """Everything that was started in this cluster's environment: daemons, jobs, ranks.
 
-        Only those with `word` in their command, the oldest first: what a process starts has its
+        Only those with `word` in their command, the oldest first: a new child has its parent's
         command for a moment.
         """
         found = []
@@ -115,16 +115,16 @@ class Cluster:
         return re.search(r"JobState=(\w+)", shown)[1]
 
     def wait_for(self, job, sign, limit=60):
-        """Until the job has printed `sign`; returns its output."""
+        """Wait until the job has printed `sign`; return its output."""
         return self._until(job, lambda: sign in self.output(job), f"no {sign!r}", limit)
 
     def wait_for_end(self, job, limit=90):
-        """Until the job has ended; returns its output."""
+        """Wait until the job has ended; return its output."""
         words = ["squeue", "--noheader", "--job", job]
         return self._until(job, lambda: not self.run(*words).stdout, "no end", limit)
 
     def wait_for_server(self, job, port, limit=60):
-        """Until somebody listens on `port` of this machine."""
+        """Wait until a process listens on `port` of this machine."""
 
         def listens():
             with socket.socket() as probe:
@@ -161,9 +161,9 @@ def losses_of(output):
 
 
 def free_ports(count):
-    """The first of `count` ports in a row that nobody uses, nor a test that runs beside this one.
+    """The first of `count` consecutive ports that no process uses; parallel tests get others.
 
-    Above those at which ranks and jobs meet, below those that the system hands out.
+    They are above those at which ranks and jobs meet, and below those that the system assigns.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for first in range(30_000 + 500 * worker, 32_700, count):

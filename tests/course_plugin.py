@@ -1,4 +1,4 @@
-"""What holds for every test and every notebook: pyproject.toml loads it as a plugin of pytest."""
+"""The settings of every test and notebook: pyproject.toml loads this file as a plugin of pytest."""
 
 import faulthandler
 import gc
@@ -64,7 +64,7 @@ def short_path():
 class LastResort:
     """Ends the whole run at its limit, with a traceback of every thread.
 
-    pytest-timeout ends a test that hangs in Python. This is for what it cannot reach.
+    pytest-timeout ends a test that hangs in Python. This class ends what pytest-timeout cannot.
     """
 
     def __init__(self, limit):
@@ -83,8 +83,8 @@ class LastResort:
 class OnlyMarkedTestsStartProcesses:
     """Fails a test that starts a process without the mark by which `make check` leaves it out.
 
-    Also in `make test`, so that a missing mark shows in both. Fixtures of the test count. The end
-    of a test does not: it may be the end of a file's fixture, which other tests have used.
+    It fails in `make test`, too, so that a missing mark shows in both. Fixtures of the test count.
+    The end of a test does not: it may end a file's fixture, which other tests have used.
     """
 
     def __init__(self):
@@ -134,7 +134,7 @@ guard = OnlyMarkedTestsStartProcesses()
 
 
 def pytest_configure(config):
-    gc.disable()  # until all is collected: what is imported until then stays
+    gc.disable()  # until all tests are collected: what is imported until then stays
     sys.stderr.flush()
     limit = max(LIMIT, config.option.session_timeout or 0)
     config.pluginmanager.register(LastResort(limit), "last-resort")

@@ -5,7 +5,7 @@ import random
 import re
 import shutil
 
-# `make test` tries so many inputs for each reader, `make soak` as many as it says.
+# Inputs that are tried for each reader: 200 in `make test`; `make soak` sets the variable.
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "200"))
 WHOLE = (b"", b"\n", b"{}", b"[]", b"null", b'"text"', b"0", b"[" * 100_000, b"\xff\xfe" * 50)
 WORDS = (

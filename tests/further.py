@@ -1,10 +1,10 @@
-"""Which of many like cases `make test` tries; `make test-all` tries the others, too."""
+"""Which of many similar cases `make test` tries; `make test-all` tries the others, too."""
 
 import pytest
 import torch
 
 further = pytest.mark.further
-# For `make test-torch`: what an older torch.distributed.pipelining does not do as the pinned one.
+# For `make test-torch`: an older torch.distributed.pipelining differs from the pinned one here.
 SINCE_2_13 = pytest.mark.skipif(torch.__version__ < (2, 13), reason="needs torch 2.13")
 
 

@@ -16,7 +16,7 @@ FOLDER = tempfile.TemporaryDirectory(prefix="kernels-", ignore_cleanup_errors=Tr
 
 
 class Kernel(KernelManager):
-    """A KernelManager over sockets in FOLDER, whose kernel's last words reach the test."""
+    """A KernelManager over sockets in FOLDER, whose kernel's error messages reach the test."""
 
     def __init__(self, **options):
         if os.name != "nt":

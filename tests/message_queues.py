@@ -1,8 +1,8 @@
 """Plays the sends, receives and waits of all ranks by the strictest rule that NCCL may follow.
 
-Of each rank one operation is under way at a time, in the order in which the rank issues them, and
-a message is transferred when it is under way at both ends. Whoever waits for a message issues
-nothing until it has arrived. What the ranks issue is listed by running the worker or a loop with a
+Each rank has one operation under way at a time, in the order in which it issues them, and a message
+is transferred when it is under way at both ends. A rank that waits for a message issues nothing
+until it has arrived. What the ranks issue is listed by running the worker or a loop with a
 job that moves nothing, so no process is needed.
 """
 
@@ -57,7 +57,7 @@ def issued_by(num_ranks, run_rank):
 
 
 def blocked(issued):
-    """{rank: the operation it stands in} where the ranks come to a stop; empty if they do not."""
+    """{rank: the operation in which it is stuck}; empty if all ranks reach their end."""
     issued = [deque(operations) for operations in issued]
     under_way = [deque() for _ in issued]  # in the queue of the rank's device
     arrived = [set() for _ in issued]
@@ -89,7 +89,7 @@ def blocked(issued):
 
 
 def most_posted_ahead(operations):
-    """The most receives that a rank has issued and does not wait for yet."""
+    """The largest number of receives that a rank has issued and not yet waited for."""
     ahead = most = 0
     for what, _, _ in operations:
         ahead += {"receive": 1, "wait": -1, "send": 0}[what]

@@ -31,7 +31,7 @@ def attach_instruments(job, stages, *instruments):
 
 
 def count_memory(*stages):
-    """An ActivationMemory of stages whose job is not looked at, or that have none."""
+    """An ActivationMemory of stages whose job, if they have one, is not observed."""
     memory = ActivationMemory(every_pass=True)
     attach_instruments(mock.Mock(), stages, memory)
     return memory

@@ -1,4 +1,4 @@
-"""Programs that know nothing of this course but the three lines that attach a flight log.
+"""Programs that use nothing of this course except the three lines that attach a flight log.
 
 Two ranks train four layers, or one process does. `fault` plants a mistake of a kind that lesson 12b
 has.
@@ -101,7 +101,7 @@ def train(rank, folder, fault=None, tied=False, first=2, frozen=False):
 
 
 def first_rank(part, rows, targets, fault):
-    """F0 F1 B0 F2 B1 F3 B2 B3, with a buffer that is taken again when `fault` says so."""
+    """F0 F1 B0 F2 B1 F3 B2 B3; `fault` may swap messages or leave a backward out."""
     outputs, to_send = [], []
     for k in range(len(rows) + 1):
         if k < len(rows):
@@ -120,7 +120,7 @@ def first_rank(part, rows, targets, fault):
 
 
 def last_rank(part, rows, targets, fault):
-    """F0 B0 F1 B1 and so on."""
+    """F0 B0 F1 B1 and so on; `fault` may use a buffer twice or delay the backwards."""
     buffer, waiting = torch.empty_like(targets[0]), []
     for k in range(len(targets)):
         if fault != "buffer used twice":
@@ -197,6 +197,6 @@ def train_without_flush(rank, folder, fault=None):
 
 
 def put_into(weights, values):
-    """Not in place for autograd, so that a graph may still go back through it."""
+    """Change the weights without autograd noticing, so that a graph still allows its backward."""
     for weight, value in zip(weights, values):
         weight.data.copy_(value)

@@ -14,10 +14,10 @@ from pathlib import Path
 from course.followed_run import follow
 from course.launch import PRELOAD, WarmRanks
 
-# The server starts with the first run, not while files are collected (which warm_up() at the top
-# of a file would do): so it has what each of the files adds to PRELOAD.
-# What a rank would import by itself: the files that its functions stand in need pytest, the
-# optimizers of torch.optim need the compiler, and lesson 07 saves.
+# The server starts with the first run, not while files are collected (as warm_up() at the top of a
+# file would do), so it has what each file adds to PRELOAD. First come the imports of a rank: the
+# files with its functions need pytest, the optimizers of torch.optim need the compiler, and lesson
+# 07 saves.
 PRELOAD.extend(["pytest", "torch._dynamo", "torch.distributed.checkpoint"])
 # And what the scripts import of the course: a tenth of a second on every rank that they start.
 PRELOAD.extend(["distributed_checkpointing", "finetune", "inference", "pipedream"])
@@ -29,7 +29,7 @@ def run_on_ranks(function, num_ranks, *args, timeout=60):
 
     `function` stands at the top level of a module; arguments and results are pickled. Raises
     RunFailed (course/failed_run.py) with the traceback of a rank that failed, or when the
-    ranks have not ended after `timeout` seconds. In every case all have ended when it returns.
+    ranks have not ended after `timeout` seconds. In every case it leaves no rank running.
     """
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)

@@ -170,7 +170,7 @@ def split(tree, choose):
 
 
 def commuted(tree, choose):
-    """Two assignments that know nothing of each other, in the other order."""
+    """Two assignments that do not depend on each other, in the other order."""
     found = []
     for block in blocks_of(tree):
         for place, (one, other) in enumerate(zip(block, block[1:])):
@@ -217,7 +217,7 @@ def made_global(tree, choose):
 
 
 def arguments_of(function):
-    """What a function that has the same arguments hands on."""
+    """The arguments with which a function calls one with the same parameters."""
     given = [ast.Name(each.arg, ast.Load()) for each in function.args.args]
     if function.args.vararg:
         given.append(ast.Starred(ast.Name(function.args.vararg.arg, ast.Load()), ast.Load()))

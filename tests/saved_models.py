@@ -18,7 +18,7 @@ SIZES = {
 
 
 def library_config(family, **changes):
-    """A configuration of transformers; the ends of a `qwen2` are one matrix."""
+    """A configuration of transformers; embedding and head of a `qwen2` are one matrix."""
     import transformers
 
     if family == "llama":
@@ -47,7 +47,7 @@ def library_model_with(config, seed=0, dtype=torch.float64):
 
 
 def save_library_model(folder, family, shards=1, **changes):
-    """Save one in a folder, in so many files; returns the folder."""
+    """Save a model of transformers in `shards` files in a folder; return the folder."""
     model = library_model_with(library_config(family, **changes))
     total = sum(weight.numel() * 8 for weight in model.parameters())
     most = f"{int(total / shards * 1.1) // 1000 + 1}KB" if shards > 1 else "5GB"

@@ -4,9 +4,9 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 
 def torch_order(name, num_ranks, num_microbatches, num_chunks):
-    """What torch's class of that name does, as text: one row a rank, computing only.
+    """The order of torch's class of that name as text: one row per rank, without messages.
 
-    A cell of two actions at once stays as torch writes it.
+    A cell with two actions at once stays as torch writes it.
     """
     orders = get_schedule_ops(name, num_ranks, num_microbatches, num_chunks)
     return "".join(

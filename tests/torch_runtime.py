@@ -1,4 +1,4 @@
-"""The training of train.py FILE.csv, with torch's own runtime to perform the file.
+"""Trains as train.py FILE.csv does, but torch's own runtime performs the schedule in the file.
 
 Same flags, same stages (ModelPart), same batches, same update. torch reads the file itself, adds
 the messages and runs forwards, backwards and their halves. Started by test_text_form.py.
@@ -38,7 +38,7 @@ def main():
     stages = [build_stage(arguments, job, cut, index) for index in schedule.stages_of(job.rank)]
     weights = [weight for stage in stages for weight in stage.submod.parameters()]
     optimizer = build_optimizer(arguments.optimizer, weights, arguments.learning_rate)
-    # Divides the gradients by the number of micro-batches itself, each loss being a mean.
+    # It divides the gradients by the number of micro-batches itself, because each loss is a mean.
     runtime = _PipelineScheduleRuntime(stages, schedule.num_microbatches, loss_fn=token_loss)
     runtime._load_csv(arguments.file)
 

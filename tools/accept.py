@@ -1,11 +1,12 @@
-"""Run on 2 to 8 GPUs what was never run on several, on one or two nodes: the acceptance.
+"""The acceptance: run on 2 to 8 GPUs, on one or two nodes, what was never run on several GPUs.
 
     python tools/accept.py --out build/accept.json
     sbatch slurm/accept.sbatch
 
-In under 30 minutes. Each part has minutes of its own: one that fails or runs out of time is noted,
-and the rest goes on. The file is written after every part. `make measurements FROM=FILE` puts it
-into docs/measurements.md. On CPUs that stand in for GPUs, with the smallest sizes:
+It takes under 30 minutes. Each part has its own time limit: if one fails or runs out of time, this
+is noted, and the others go on. The file is written after every part.
+`make measurements FROM=FILE` puts it into docs/measurements.md. On CPUs in place of GPUs, with the
+smallest sizes:
 
     python tools/accept.py --device cpu --small --ranks 2
 """

@@ -101,7 +101,7 @@ def verified(part, command, flags, **options):
 def orders(part, machine):
     """Every schedule of the worker where the order of issue is the order of launch.
 
-    NCCL keeps it where it is told to; on CPUs --rehearse strict lets gloo keep it.
+    NCCL keeps this order if it is told to; on CPUs --rehearse strict makes gloo keep it.
     """
     part.columns = ["schedule", "largest difference from one process"]
     rule = " --rehearse strict" if machine.device == "cpu" else ""
@@ -173,7 +173,7 @@ def memory(part, machine):
 def training(part, machine):
     """pretrain_llama.py on one rank beside a plain loop, and on all beside torch's own library.
 
-    In turns. A step of the library has no update in it, and that of pretrain_llama.py neither.
+    The programs take turns. Neither the library's step nor pretrain_llama.py's includes an update.
     """
     part.columns = ["program", "ranks", "tokens per second", "MFU, %", "a pass, ms"]
     flags = SMALL_TRAINED if machine.small else TRAINED

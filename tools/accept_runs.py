@@ -138,6 +138,6 @@ def summary_of(output):
 
 
 def find_nodes():
-    """The number of nodes of this SLURM job if srun can start ranks on them, else 1."""
+    """The number of nodes of this SLURM job if srun can start ranks on them, otherwise 1."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     return int(nodes) if shutil.which("srun") and re.fullmatch("[1-9][0-9]{0,6}", nodes) else 1

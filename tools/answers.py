@@ -27,7 +27,7 @@ ASKS = (
     r"[Gg]uess|[Ww]rite (?:your \w+ )?down|[Bb]efore you (?:run|look)|[Dd]ecide first"
     r"|[Ss]ay it before|you expect"
 )
-PANEL = r"^(?:explore|time_machine)\("  # to play with
+PANEL = r"^(?:explore|time_machine)\("  # a panel to play with
 
 
 def main():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "source_code"
 PACKAGES = ("small", "pipeline", "guard", "lab", "extensions", "planning", "course", "broken")
-BY_TOPIC = ("extensions", "course")  # packages of which each folder and file is a topic of its own
+BY_TOPIC = ("extensions", "course")  # packages whose folders and files are topics
 SCRIPTS = "the scripts"
 
 
@@ -53,7 +53,7 @@ def topic_of(module):
 
 
 def topics_of(imports):
-    """The same imports between topics."""
+    """The imports between topics, from those between modules."""
     topics = merged(imports, topic_of)
     topics.pop("extensions", None)  # an empty __init__.py
     return topics

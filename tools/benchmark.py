@@ -373,7 +373,7 @@ def measure_speed_up(repeats):
 
 def measure_plain_loop(repeats):
     """CPU time of pretrain_llama.py over that of a plain loop that trains the same model."""
-    # Not above: it imports modules that the other measurements do not need.
+    # Imported here: it imports modules that the other measurements do not need.
     from benchmark_pretraining import RUNS, microseconds_per_token
 
     times = {name: [] for name in RUNS}
@@ -449,7 +449,7 @@ def measure_checks(repeats):
 
 def measure_recording(repeats):
     """What recording adds to a paced step with update; steps with and without it take turns."""
-    # Not above: it makes the fork server import more than the other measurements need.
+    # Imported here: it makes the fork server import more than the other measurements need.
     from benchmark_recording import steps_in_turns
     from ranks import run_on_ranks
 

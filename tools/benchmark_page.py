@@ -2,8 +2,8 @@
 
     .venv/bin/python tools/benchmark_page.py
 
-The program builds the site, opens its explorer from disk, and prints the best of several tries and
-all of them. Each try opens the page in a new browser, so only the disk cache is warm.
+The program builds the site, opens its explorer from disk, and prints the times of several tries and
+the best of them. Each try opens the page in a new browser, so only the disk cache is warm.
 """
 
 import shutil

@@ -76,7 +76,7 @@ class Confirmed(NamedTuple):
     forecast: float
     seconds: float
     interval: float | None
-    alike: object  # those with the same are uses of one machine for one model: one is chosen
+    alike: object  # equal for the plans of one model and machine, of which one is chosen
     bytes_error: float | None = None  # of the fullest rank, where its bytes were counted
 
     @property
@@ -136,10 +136,11 @@ def search_large():
 
 
 def full_speed(rounds=3):
-    """{which of so many runs: a Confirmed for each of PLANS}; the plans take turns in each round.
+    """{"the median of 3 runs": a Confirmed for each of PLANS}, and the same for the shortest runs.
 
-    What else a machine does makes a run longer, for seconds or minutes, and never shorter. So both
-    are told: the median is what a reader meets, the shortest is nearest to what is forecast.
+    The plans take turns in each round. Other work of the machine makes a run longer, for seconds or
+    minutes, and never shorter. So the median shows what a reader gets, and the shortest run is
+    nearest to the forecast.
     """
     machine = machine_from(measure_machine(2, LENGTH), 2, "this machine")
     runs = [
@@ -174,7 +175,7 @@ def paced():
         machine = Machine(plan.gpus, gpus_per_node=per_node, between=SLOW)
         one = confirm(PACED_MODEL, machine, plan)
         name = f"{per_node} ranks per node, {describe(plan)}"
-        # A pipeline's part of its forecast says what its ranks do, per GPU of the same model.
+        # Plans are compared with each other only if they have the same GPUs on the same nodes.
         found.append(Confirmed(name, one.forecast, one.performed, None, (per_node, plan.gpus)))
     return found
 

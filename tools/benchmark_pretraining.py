@@ -52,7 +52,7 @@ def seconds_after_steps(rank, name, flags):
 
 
 def microseconds_per_token(name, steps=5):
-    """CPU microseconds per token, the median over all steps but the first; of two loops, of one."""
+    """CPU microseconds per token, the median of all steps except the first; of one of two loops."""
     script, ranks = RUNS[name]
     rows = run_on_ranks(seconds_after_steps, ranks, name, f"{SIZES} --steps {steps}", timeout=LIMIT)
     if script is plain_loop:

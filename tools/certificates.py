@@ -1,6 +1,6 @@
 """Writes docs/certificates.md: the proven optimum of small pipelines, beside the named schedules.
 
-python tools/certificates.py                 # in some minutes
+python tools/certificates.py                 # takes some minutes
 """
 
 import sys

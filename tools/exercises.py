@@ -53,13 +53,13 @@ def notebook_of(path):
     try:
         notebook = nbformat.reads(text, as_version=4)
         whole = all(map(is_cell, notebook.cells))
-    # Not JSON, as an empty file or one with a conflict; or JSON of something else.
+    # Not JSON, such as an empty file or one with a merge conflict; or JSON of something else.
     except (nbformat.ValidationError, *OTHER_CONTENT):
         whole = False
     if not whole:
         raise InputError(f"{path} is not a notebook")
     for cell in notebook.cells:
-        cell.setdefault("metadata", nbformat.NotebookNode())  # which some programs leave out
+        cell.setdefault("metadata", nbformat.NotebookNode())  # some programs leave it out
     return notebook
 
 
@@ -87,7 +87,7 @@ def is_output(output):
 
 
 def is_text(value):
-    """Whether this is text as notebooks have it: whole, or line by line."""
+    """Whether this is text as notebooks have it: one string, or a list of lines."""
     lines = value if isinstance(value, list) else [value]
     return all(isinstance(line, str) for line in lines)
 
@@ -99,7 +99,7 @@ def lesson_of(path):
 def read_notebooks(folder=NOTEBOOKS):
     """({path: its Exercises}, [a sentence for each file that is skipped]).
 
-    Of several notebooks with the same exercise, as a lesson and a copy of it, the one with the
+    Of several notebooks with the same exercise, such as a lesson and its copy, the one with the
     shortest name counts: a copy's name has an addition.
     """
     found, skipped, whose = {}, [], {}

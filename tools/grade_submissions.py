@@ -69,7 +69,7 @@ def read_all(folder, ours=()):
         try:
             submissions[file.name] = read(file)
         except ValueError as error:
-            # Anybody hands in, and a name may be one that a terminal obeys.
+            # Anybody may hand in, and a name may have control characters of a terminal.
             name = file.name if file.name.isprintable() else ascii(file.name)
             skipped.append(f"{name} {error}")
     return submissions, skipped
@@ -117,7 +117,7 @@ def mark_of(said):
 
 
 def marks_of(submission):
-    """{name of an exercise: its mark}; of an exercise that is answered twice, the right answer's."""
+    """{name of an exercise: its mark}; if an exercise is answered twice, the better mark."""
     marks = {}
     for answer in submission["answers"]:
         name, mark = answer["exercise"], mark_of(answer["said"])

@@ -30,7 +30,7 @@ from lab.story import waits_of
 from pipeline.schedules import gpipe, one_f_one_b, pipedream, zb_v
 
 COSTS = Costs(forward=10, backward=20)
-GROUND = f'fill="none" stroke="{TEXT}"'  # words stand on it, so it has no colour of its own
+GROUND = f'fill="none" stroke="{TEXT}"'  # without a colour of its own, because words stand on it
 PALE = "#bdbdbd"  # of what another rank does; its letter is black
 THIN = f'stroke="{TEXT}" stroke-width="1.4" fill="none"'
 
@@ -171,7 +171,7 @@ def _last(timeline):
 
 
 def _before(timeline, event):
-    """The event at whose end `event` began: the sender of its message, else that of its rank."""
+    """The event at whose end `event` began: that which sent its message, or its rank's own."""
     wait = next(each for each in waits_of(timeline) if each.event == event)
     if wait.source is not None and abs(wait.source.end - event.start) < 1e-9:
         return wait.source

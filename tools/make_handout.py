@@ -2,15 +2,15 @@
 
     make handout
 
-The copy has no solutions, no tests, because tests contain right answers, too, and no pages or tools
-for instructors and maintainers. Files of code that lessons run and that contain answers are packed:
-they run as before, and neither a look nor a search shows the answer. Cells below a question that asks
-for a guess have no output, so that the answer is not visible before the guess; running the cell shows
-it. Links to removed files become plain text.
+The copy has no solutions, no pages or tools for instructors and maintainers, and no tests, because
+tests contain right answers, too. Files of code that lessons run and that contain answers are
+packed: they run as before, and neither a look nor a search shows the answer. Cells below a question
+that asks for a guess have no output, so that the answer is not visible before the guess; running
+the cell shows it. Links to removed files become plain text.
 
 The copy is a git repository of its own, and course.bundle is the same in one file, for `git clone`.
-Made again, it has one commit more, so that `git pull` brings what has changed. Flags are those of
-make_site.py, but for --of and --into.
+Each further run adds one commit, so that `git pull` brings what has changed. The flags are those of
+make_site.py, except --of and --into.
 """
 
 import base64
@@ -63,7 +63,7 @@ PACKED = """
 exec(compile(zlib.decompress(base64.b64decode(PACKED)), __file__, "exec"))
 '''
 LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s]*)(?:#[^)]*)?\)"
-# With the end of the line only if it began the line, too: else two lines would become one.
+# With the end of the line only if it also began the line: otherwise two lines would become one.
 COURSE_ONLY = r"^<!-- course only -->.*?<!-- end -->\n?|<!-- course only -->.*?<!-- end -->"
 
 
@@ -130,13 +130,13 @@ def write_course(folder):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, target)
         if file in changed:
-            # A notebook may have half a letter, as "\\ud800", and keeps it so.
+            # A notebook may have half of a surrogate pair, such as "\\ud800", which stays as it is.
             target.write_text(changed[file], encoding="utf-8", errors="backslashreplace")
     return len(files), hidden
 
 
 def remove_copy(folder):
-    """Remove the files of an older copy but its .git; reject a folder of something else."""
+    """Remove an older copy except its .git; reject a folder that has something else."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink() or (os.listdir(folder) and not (folder / ".git").is_dir()):
         sys.exit(f"make_handout.py: {folder} is not an older copy of the course; move it away")
@@ -158,7 +158,7 @@ def is_packed(file):
 
 
 def packed(text):
-    """Return a Python file that does what the file with that `text` does, and does not show it."""
+    """Return a Python file that does the same as that with the `text`, without showing the text."""
     return PACKED.format(base64.encodebytes(zlib.compress(text.encode(), 9)).decode())
 
 

@@ -105,7 +105,7 @@ def with_row(text, row):
 
 
 def with_address(text, address):
-    """README.md, which also says what to clone."""
+    """The text of README.md with the links, and with the address to clone."""
     cloned = f"git clone {HOST + address if address else 'ADDRESS'} pipeline-course"
     text = re.sub(r"git clone \S+ pipeline-course", cloned, text)
     return with_row(text, row_of(address))
@@ -118,7 +118,7 @@ def prepared(text, path, address):
     head = with_row("".join(cells[0]["source"]), row_of(address, path.as_posix()))
     cells[0]["source"] = head.splitlines(keepends=True)
     code = [cell for cell in cells if cell["cell_type"] == "code"]
-    if not code:  # which needs nothing of the course
+    if not code:  # a notebook without code needs nothing of the course
         return text
     if is_first(code[0]):
         cell = code[0]

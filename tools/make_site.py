@@ -90,7 +90,7 @@ def main():
         course = read_course(Path(arguments.of).resolve(), lives, arguments.address, site)
         write_pages(made, course)
         shutil.rmtree(site, ignore_errors=True)  # an older one, which stays until here
-        for part in (SCRIPTS, "."):  # first what tells a site from another folder
+        for part in (SCRIPTS, "."):  # first the scripts, which mark a folder as a site
             shutil.copytree(made / part, site / part, dirs_exist_ok=True)
     kind = "run in the pages" if course.lives else "are pictures and text"
     print(
@@ -124,7 +124,7 @@ def parse_arguments():
 
 
 def check_is_site(folder):
-    """End the program if there is something else than a site of this program, which is removed."""
+    """End the program if the folder, which will be removed, has something else than a site."""
     if os.path.lexists(folder) and not os.path.isdir(folder):
         sys.exit(f"make_site.py: {folder} is not a folder; name a new one")
     of_a_site = all(os.path.isfile(folder / SCRIPTS / name) for name in OWN_SCRIPTS)
@@ -169,7 +169,7 @@ def write_pages(site, course):
         address = address_of(path, course.folders)
         (site / address).parent.mkdir(parents=True, exist_ok=True)
         page = page_of(path, body, course)
-        # The output of a cell may have half a letter, which no file in UTF-8 can have.
+        # An output may have half of a surrogate pair, which no file in UTF-8 can have.
         (site / address).write_text(page, encoding="utf-8", errors="backslashreplace")
         title = course.titles.get(path, str(path))
         sections.extend(search_index.sections_of(address.as_posix(), title, body))
@@ -267,8 +267,8 @@ def files_of_the_course(root):
 
 
 def is_readable(root, file):
-    """Whether a file can become a page; one that cannot, such as a damaged notebook, is named."""
-    if not str(file).isprintable():  # no address has a line break, or half of a letter
+    """Whether a file can become a page; if not, as a damaged notebook, its name is printed."""
+    if not str(file).isprintable():  # no address has a line break, or half of a surrogate pair
         print(f"skipped: {str(file)!r} cannot be the name of a page")
         return False
     try:
@@ -331,7 +331,7 @@ def html_of(cells, exporter, living=()):
 
 
 def prepare_code(cell):
-    """A cell of code as a page shows it: its pictures parts of the page."""
+    """Change a cell of code for its page: its pictures become parts of the page."""
     cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     if any(output.get("text", "").startswith(NOT_ATTEMPTED) for output in cell.outputs):
         cell.outputs = [nbformat.v4.new_output("display_data", {"text/html": CHECKED_ELSEWHERE})]
@@ -345,7 +345,7 @@ def prepare_code(cell):
 
 
 def fold_code(cell):
-    """Fold a cell's code that sets a lesson up, or that the notebook folds, as it shows an answer."""
+    """Fold a cell's code if it sets a lesson up, or the notebook folds it for an answer."""
     sets_up = re.match(SETS_UP, cell.source, re.S | re.M)
     if not sets_up and not cell.metadata.get("jupyter", {}).get("source_hidden"):
         return
@@ -426,7 +426,7 @@ def list_of(folder, course):
 
 
 def title_of(page):
-    """The heading that a page starts with, else its name."""
+    """The heading that a page starts with, or its name if there is none."""
     text = "" if page.suffix == ".ipynb" else read_text(page)
     if page.suffix == ".ipynb":
         text = "".join(cell.source for cell in notebook_of(page).cells[:1])
@@ -484,7 +484,7 @@ def place_of(path, start, course):
 
 
 def turn_of(path, course):
-    """Below solutions: the lesson, whose own last line leads along the course."""
+    """The link below a page of solutions, to its lesson; "" for other pages."""
     if path.parent == SOLUTIONS and path.suffix == ".ipynb":
         return link(SOLUTIONS.parent / path.name, path, course, "Back to the lesson")
     return ""
@@ -497,7 +497,7 @@ sliders, a cursor and a table.</p>"""
 
 SCRIPTS = "live"  # the folder of the site for scripts
 OWN_SCRIPTS = ("elements.js", "search.js", "live.css")  # that every site has there
-# As if they were pages of the repository.
+# Pages that the site adds, with paths as if they were in the repository.
 INDEX, EXPLORER, PUZZLES = Path("index.md"), Path("explorer.md"), Path("puzzles.md")
 LOST = Path("404.md")
 GLOSSARY, LESSONS = Path("docs/glossary.md"), Path("docs/lessons.md")

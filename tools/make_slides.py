@@ -5,8 +5,8 @@
 
 A mark in a lesson's prose, <!-- slide: TITLE -->, makes a slide of the sentence after it, and
 stands on the line above where the sentence begins its line. The figure of the slide is a table or a
-picture of its own text, else the next figure of the lesson, else the one above: a picture, a stored
-drawing, or some lines of output or code. Pictures with small letters are not for slides. The text
+picture of its own text, otherwise the next figure of the lesson, or the one above: a picture, a
+stored drawing, or lines of output or code. Pictures with small letters are not for slides. The text
 between the sentence and the next mark becomes the speaker's note. A sentence that asks for a
 prediction has no figure. <!-- slide: TITLE; above --> takes the last figure above, "; drawing" the
 last drawing above, and "; words" none. Exercises and the question at the end need no mark.

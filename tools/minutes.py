@@ -1,7 +1,7 @@
 """Estimate the minutes of every lesson from its notebook, by one rule.
 
     python tools/minutes.py             # a table of all lessons
-    python tools/minutes.py --write     # the same, and put them into its head and docs/lessons.md
+    python tools/minutes.py --write     # also write them into the lessons and docs/lessons.md
 
 A lesson without its exercises takes 1 minute per 150 words, 1 minute per 15 lines of code,
 including the script lines that it shows, and 12 seconds per cell that the reader runs, rounded to 5

@@ -3,7 +3,7 @@
     python tools/plain_loop.py --model 1m --steps 12
 
 The flags are those of pretrain_llama.py. Weights are float32; with --dtype bfloat16 torch's
-autocast computes in it. No stages, no schedule, no hooks.
+autocast computes in it. The loop has no stages, no schedule and no hooks.
 """
 
 import sys

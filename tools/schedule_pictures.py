@@ -29,7 +29,7 @@ text {{ fill: {TEXT}; font-size: 13px; }}
 .line {{ stroke: {TEXT}; fill: none; }}
 @media (prefers-color-scheme: dark) {{ text {{ fill: #a9b0b7; }} text.held {{ fill: #ff8a3d; }} }}
 """
-# It starts with the whole picture, for readers who look only once and for browsers that stand still.
+# It starts with the whole picture, for readers who look only once and browsers without animation.
 MOVING = f"""
 .moving {{ animation: grow {SECONDS}s linear -{SECONDS * SHOWN + 0.5:g}s infinite; }}
 @keyframes grow {{ 0% {{ clip-path: inset(0 100% 0 0) }}

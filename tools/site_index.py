@@ -1,4 +1,4 @@
-"""The pages of the website that the repository has not: its first page, the puzzles, a page not found.
+"""The website's pages that the repository does not have: the first, the puzzles, a page not found.
 
 The first page is Markdown with links from the root of the repository, as in README.md.
 """

@@ -146,9 +146,9 @@ def cut_off_legend(root):
 
 
 def leave_out_upper_axes(root):
-    """Remove the numbers between a timeline and the next, whose caption needs their room.
+    """Remove the axis numbers above each further timeline, whose caption needs their room.
 
-    All timelines of a drawing have one scale, and the lowest keeps its numbers.
+    All timelines of a drawing have one scale, and the lowest one keeps its numbers.
     """
     words = root.findall(f"{{{SVG}}}text")
     captions = [float(each.get("y")) for each in words if each.get("font-size") == "15"]

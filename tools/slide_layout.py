@@ -1,4 +1,4 @@
-"""How the words and the figure of a slide share its height: as large as they fit, nothing half empty.
+"""How the words and the figure of a slide share its height: as large as fits, no slide half empty.
 
 All lengths are pixels of a slide of 1280 x 720. Words are estimated from the number of letters: as
 long as the widest usual font makes them, so that nothing runs over the edge, and as short as the
@@ -17,7 +17,7 @@ NARROW = 0.46  # and at least
 LINE = 1.35  # the height of a line over that of its letters
 GAP = 22  # below a sentence
 SIZES = (60, 54, 50, 46, 42, 38, 34, 32)
-ALONE = (60, 66, 72, 80, 88)  # of few words without a figure
+ALONE = (60, 66, 72, 80, 88)  # for few words without a figure
 TITLE = 68
 MOST_WORDS = 44  # of all sentences of a slide
 HALF = 360
@@ -28,7 +28,7 @@ POINTS_BACK = (
 
 
 def with_subject(sentence, before, asks):
-    """The sentence, after the one before it in its paragraph if it points back to that one, or `asks`.
+    """The sentence, with the one before it if it points back to that one, or if it `asks`.
 
     `before` is the text between the start of the paragraph and the sentence, in Markdown.
     """
@@ -45,7 +45,7 @@ def with_subject(sentence, before, asks):
 
 
 def said_on_the_slide(sentence, note, room, may_go_on, next_sentence=""):
-    """(the words on the slide, the rest of the note): further sentences while half would be empty.
+    """(the words on the slide, the rest of the note), with more sentences while half is empty.
 
     A sentence that the next slide begins with is left to it.
     """

@@ -33,11 +33,11 @@ from pipeline.command_line import Parser  # noqa: E402
 
 FILES = pipeline, guard, lab, extensions, planning, course, scripts
 FAULTS = [fault for file in FILES for fault in file.FAULTS]
-MAKE_TEST = "-m", "not further"  # what `make test` leaves out catches nothing
+MAKE_TEST = "-m", "not further"  # tests that `make test` leaves out do not count
 LIMIT = 300  # seconds for the tests of one fault
 REPORTED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
-# Python takes compiled code by the second in which its source was written, and two faults may be
-# planted in one second. So each planted file has a second of its own.
+# Python reuses compiled code if its source was written in the same second, and two faults may be
+# planted in one second. So each planted file gets another second.
 seconds = itertools.count(1)
 
 
@@ -93,7 +93,7 @@ def copy_repository(copy):
         sys.exit("git does not list the repository's files; install git, and use a clone")
     try:
         for name in set(os.fsdecode(listed.stdout).split("\0")) - {""}:
-            if (ROOT / name).is_file():  # else it has just been deleted
+            if (ROOT / name).is_file():  # otherwise it has just been deleted
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, copy / name)
     except OSError as error:

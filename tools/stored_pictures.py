@@ -3,8 +3,8 @@
     python tools/stored_pictures.py                          # all notebooks
     python tools/stored_pictures.py notebooks/02_gpipe.ipynb
 
-Chromium draws it, on a clear ground. The PNG names the drawing that it was made from, so that only
-what has changed is drawn again.
+Chromium draws it on a transparent ground. The PNG has the digest of its drawing, so that only a
+drawing that has changed is drawn again.
 """
 
 import base64
@@ -26,7 +26,7 @@ from guard.one_sentence import naming_files  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
-COLOURS = 32  # of a picture; more would not be seen, and make the notebooks larger
+COLOURS = 32  # of a picture; more would not be seen, and would make the notebooks larger
 DRAWN_FROM = "drawn from"  # the entry of a PNG that has the digest of its drawing
 
 

@@ -1,4 +1,4 @@
-"""Show where a room is: a page for the projector that follows the folder of everybody's progress.
+"""Show how far a room has come: a page for the projector that follows the folder of progress.
 
     make wall FOLDER=/shared/progress
     python tools/wall.py FOLDER [--names]
@@ -106,7 +106,7 @@ def follow(folder, wall, titles, names):
     """Read the folder once, and write the data of the page into the folder `wall`."""
     people, skipped = read_progress(folder)
     shown = wall_of(with_known(people, titles), skipped, titles, names, time.time())
-    # Whole at once: the page never reads half a file.
+    # Written whole, so that the page never reads half a file.
     write_whole(wall / "wall_data.js", f"show({json.dumps(shown)});\n")
 
 

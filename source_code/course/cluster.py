@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lesson 11's access to a SLURM cluster: a real one, one on this machine, or a transcript.
 
-Inside a cluster, the lesson uses that cluster. The notebook may itself be a job there: the lesson's
-jobs get allocations of their own. On a machine with SLURM's programs, slurm/local_cluster.sh starts
-a cluster, which ends with the notebook. Elsewhere nothing is run: the lesson shows the transcripts
-of such a cluster in slurm/transcripts, and prints a line that says so.
+Inside a cluster, the lesson uses that cluster. If the notebook is itself a job there, the lesson's
+jobs get their own allocations. On a machine with SLURM's programs, slurm/local_cluster.sh starts a
+cluster, which ends with the notebook. Elsewhere nothing is run: the lesson shows the output that
+was recorded on such a cluster, in slurm/transcripts, and prints a line that says so.
 """
 
 import json
@@ -80,7 +80,7 @@ def open_cluster():
 
 
 def without_job(environment):
-    """`environment` without the variables of the job that it belongs to; same cluster."""
+    """`environment` without the variables of its job; SLURM_CONF, the cluster's, is kept."""
     if "SLURM_JOB_ID" not in environment:
         return dict(environment)
     return {
@@ -100,7 +100,7 @@ def _answers(environment):
 
 
 def _notebooks_that_use_it():
-    """The files of the notebooks that still run; the last one to end stops the cluster."""
+    """The files of the notebooks that still run, after all other files are removed."""
     USERS.mkdir(parents=True, exist_ok=True)
     for user in USERS.iterdir():
         is_one = re.fullmatch("[1-9][0-9]{0,8}", user.name)  # not a file browser's own
@@ -110,15 +110,15 @@ def _notebooks_that_use_it():
 
 
 def _start_local():
-    """Start a cluster on this machine, which ends with the notebooks; return its environment."""
+    """Start a cluster that ends with the last notebook, if none runs; return its environment."""
     running = subprocess.run([LOCAL_CLUSTER, "status"], capture_output=True).returncode == 0
     started = subprocess.run([LOCAL_CLUSTER, "start"], capture_output=True, text=True, timeout=60)
     if started.returncode:
         raise ClusterFailed(started.stderr)
-    if _notebooks_that_use_it() or not running:  # else it was started by hand
+    if _notebooks_that_use_it() or not running:  # otherwise it was started by hand
         (USERS / str(os.getpid())).touch()
         # A kernel that is killed cannot stop the cluster, and one that ends normally ends its
-        # children first. So this process must not be a child: setsid --fork detaches it.
+        # children first. So a process that is not a child has to stop it: setsid --fork starts one.
         waiting = 'tail --pid="$1" -f /dev/null; rm -f "$3/$1"; rmdir "$3" && exec "$2" stop'
         words = ["bash", "-c", waiting, "end_with", str(os.getpid()), str(LOCAL_CLUSTER), USERS]
         subprocess.run(
@@ -346,8 +346,8 @@ def stacks_of(output):
     """{prefix of a rank: [line]}: the lines of the course's code in the stack dumps of a job.
 
     A rank that receives SIGUSR2 prints the stack of each of its threads, the innermost call first.
-    The frames of the main thread are those that end in the rank's script. The guard's threads, and
-    its frame around main, are left out.
+    The last frames of the main thread are in the rank's script. Frames in the guard's files and in
+    slow_network.py are left out.
     """
     stacks = {}
     for prefix, text in re.findall(r"^\[(\S+)\]: *File (.*)$", output, re.MULTILINE):

@@ -13,8 +13,8 @@ from course.failed_run import RunFailed, failed_rank, readable_errors
 def follow(started, show, limit, send=None):
     """Show what the ranks print until they end; return their standard output.
 
-    `started` is a WarmRanks or LaunchedRanks; the other arguments are those of `launch.run`, and so
-    are the errors.
+    `started` is a WarmRanks or LaunchedRanks. The other arguments and the errors are those of
+    `launch.run`.
     """
     lines = queue.Queue()
     for name, stream in started.streams.items():

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FETCHED = "fetched_course"  # the folder into which the first cell fetches the course
 # What lessons and their ranks import beside torch; requirements.txt has the versions.
 NEEDED = ("numpy", "matplotlib", "ipywidgets", "psutil", "tokenizers", "transformers")
-KEPT = ("torch", "numpy", "matplotlib")  # a host's own, which pip may not replace
+KEPT = ("torch", "numpy", "matplotlib")  # the host's own versions, which pip must keep
 # The oldest and the newest version with which the tests were run.
 TESTED = {
     "torch": ("2.11", "2.15"),
@@ -37,10 +37,10 @@ class NotReady(RuntimeError):
 
 
 def prepare():
-    """Install the packages that are missing, and name versions that were not tried.
+    """Install the packages that are missing, and name versions that were not tested.
 
-    It does nothing in a course that was not fetched by a notebook, and prints nothing if all is
-    there. Raises NotReady without torch or if pip fails.
+    It does nothing in a course that was not fetched by a notebook, and prints nothing if all
+    packages are there in tested versions. Raises NotReady without torch or if pip fails.
     """
     if ROOT.name != FETCHED:
         return
@@ -58,7 +58,7 @@ def prepare():
 
 
 def install(names):
-    """Let pip install the pinned versions of `names` and keep what the host has of KEPT."""
+    """Let pip install the pinned versions of `names`, and keep the host's packages of KEPT."""
     kept = [f"{name}=={version_of(name)}" for name in KEPT if version_of(name)]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +98,7 @@ def pins_of(names):
 
 
 def was_tested(name, version):
-    """Whether a version lies in TESTED, as far as its bounds have numbers."""
+    """Whether a version is within its bounds in TESTED, compared by the numbers that they have."""
     numbers = [int(number) for number in re.findall(r"\d+", version)]
     oldest, newest = ([int(number) for number in bound.split(".")] for bound in TESTED[name])
     return oldest <= numbers[: len(oldest)] and numbers[: len(newest)] <= newest

@@ -35,10 +35,10 @@ from lab.timeline import Timeline, from_chrome_trace
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "source_code"
 OURS = "PIPELINE_"  # prefix of the variables that ranks inherit
-# torch asks a name server even for the name of 127.0.0.1, and glibc repeats a lost question only
-# after five seconds: here after one.
+# torch asks a name server even for the name of 127.0.0.1. glibc repeats a lost question only after
+# five seconds, and with this option after one.
 NAMES_VARIABLE, SOON = "RES_OPTIONS", "timeout:1"
-WARM_VARIABLE = "PIPELINE_WARM_RUNS"  # 1: runs are warm unless `warm` is False
+WARM_VARIABLE = "PIPELINE_WARM_RUNS"  # 1: runs with a number of ranks are warm by default
 # The imports of the scripts, and those of torch in the first backward of a process.
 PRELOAD = [
     "torch.distributed",
@@ -185,7 +185,7 @@ class LaunchedRanks:
         self.streams = {"stdout": self.process.stdout, "stderr": self.process.stderr}
 
     def failure(self, wait=False):
-        """A sentence once the launcher has failed, else None."""
+        """A sentence if the launcher has failed, or None."""
         code = self.process.wait(timeout=30) if wait else self.process.poll()
         return f"the launcher ended with exit status {code}" if code else None
 
@@ -248,7 +248,7 @@ class WarmRanks:
         }
 
     def failure(self, wait=False):
-        """A sentence that names the rank that failed, else None."""
+        """A sentence that names the rank that failed, or None."""
         for process in self.ranks if wait else []:
             process.join(timeout=30)
         codes = [process.exitcode or 0 for process in self.ranks]

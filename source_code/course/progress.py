@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notes a reader's progress: the checks write one line per call, into one file per person.
 
-COURSE_PROGRESS names the folder, which has to be there; in a workshop, all readers must be able to
-write to it. Without the variable it is build/progress; "off" switches the notes off. COURSE_NAME names the person, by
-default with the login name. A line has the exercise, the outcome and the time, and nothing of the
-answer. `make wall` shows such a folder.
+COURSE_PROGRESS names the folder, which must exist; in a workshop, all readers must be able to write
+to it. Without the variable, the folder is build/progress; "off" switches the notes off. COURSE_NAME
+names the person; the default is the login name. A line has the exercise, the outcome and the time,
+but nothing of the answer. `make wall` shows such a folder.
 """
 
 import getpass
@@ -20,10 +20,10 @@ NAME_VARIABLE = "COURSE_NAME"
 OFF = "off"
 REACHED, TRIED, RIGHT = "not attempted", "not yet", "right"
 OUTCOMES = (REACHED, TRIED, RIGHT)
-MOST_BYTES = 5_000_000  # of a file; one person's week is far smaller
-LATEST = 1e11  # seconds: in three thousand years
+MOST_BYTES = 5_000_000  # of a file; a week's notes of one person are far smaller
+LATEST = 1e11  # seconds since 1970: the year 5138
 ROOT = Path(__file__).resolve().parents[2]
-NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # nor wait at a pipe
+NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe must not block
 told = set()  # the sentences that have been printed
 
 
@@ -35,7 +35,7 @@ def note(exercise, outcome):
     record = {"exercise": exercise, "outcome": outcome, "time": round(time.time(), 1)}
     file = folder / f"{name_of_person()}.jsonl"
     is_shared = bool(os.environ.get(FOLDER_VARIABLE))
-    # A folder of its own would hide a slip from everybody.
+    # A new folder would hide a slip in its name from everybody.
     if is_shared and not os.path.isdir(folder):
         tell_once(f"Your progress is not noted: {FOLDER_VARIABLE} {folder} is not a folder")
         return
@@ -45,7 +45,7 @@ def note(exercise, outcome):
         # all may write to, a link may be anybody's: it is not followed.
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_LINK, 0o644)
         try:
-            if is_shared and hasattr(os, "fchmod"):  # whatever the umask, the wall reads it
+            if is_shared and hasattr(os, "fchmod"):  # so that the wall can read it
                 os.fchmod(descriptor, 0o644)
             os.write(descriptor, f"{json.dumps(record)}\n".encode())
         finally:
@@ -59,7 +59,7 @@ def note(exercise, outcome):
 
 
 def folder_of_progress():
-    """The folder for the lines; None if they are switched off, or in a web page."""
+    """The folder for the lines; None if notes are off, in a web page or a stored notebook."""
     chosen = os.environ.get(FOLDER_VARIABLE, "")
     stored = os.environ.get("PIPELINE_STORED_PICTURES") == "1"  # a notebook that is being stored
     if chosen == OFF or stored or sys.platform == "emscripten":

@@ -29,9 +29,8 @@ class Source:
 def source_of(file, name=None):
     """The Source of the function, class or method `name` (`Class.method`) of a file in source_code.
 
-    Without a name it is the whole file.
-
-    Raises LookupError if the file has no such definition.
+    Without a name it is the Source of the whole file. Raises LookupError if the file does not have
+    this definition.
     """
     text = read_source(SOURCE_CODE / file)
     if name is None:
@@ -48,7 +47,7 @@ def source_of(file, name=None):
 
 
 def read_source(path):
-    """The text of a Python file, also of one that a handout has packed, since it has answers."""
+    """The text of a Python file; if a handout has packed the file, its text is unpacked."""
     text = path.read_text(encoding="utf-8")
     packed = re.search(r'^PACKED = """\n(.*?)"""$', text, re.MULTILINE | re.DOTALL)
     return zlib.decompress(base64.b64decode(packed[1])).decode() if packed else text

@@ -56,7 +56,7 @@ class Pieces:
         self.generators = {}  # micro-batch -> the generators' states before each piece
 
     def run_forward(self, microbatch, inputs, targets):
-        """As that of Stage, without a graph: `held` has the input of every piece."""
+        """Run the forward as Stage does, without a graph: `held` has the input of every piece."""
         kept, states, x = [], [], inputs
         with torch.no_grad():
             for piece in self.pieces:
@@ -68,7 +68,7 @@ class Pieces:
         return x
 
     def run_backward(self, microbatch, gradient):
-        """As that of Stage, after running forward again what it goes back through."""
+        """Run the backward as Stage does, after running each piece's forward again."""
         (kept, targets), states = self.held[microbatch], self.generators.pop(microbatch)
         for piece in reversed(self.pieces):
             x = kept[-1]

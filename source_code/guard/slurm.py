@@ -38,9 +38,9 @@ def rank_in_node_order(rank, local_rank, local_ranks, num_ranks, whole_number):
 
 
 def set_meeting_point(whole_number):
-    """Ranks meet on the first node of the step, at a port that follows from job and step.
+    """Set MASTER_ADDR to the first node of the step, MASTER_PORT by job and step, unless set.
 
-    Raises ValueError, and says what to set, where that node cannot be found.
+    Raises ValueError, which says what to set, if that node's name cannot be resolved.
     """
     env = os.environ
     if "MASTER_PORT" not in env:
@@ -54,8 +54,8 @@ def set_meeting_point(whole_number):
             socket.getaddrinfo(name, None)
         except (OSError, UnicodeError):
             raise ValueError(
-                f"the ranks would meet on node {name}, and that name leads nowhere from "
-                f"{socket.gethostname()}; export MASTER_ADDR with that node's address"
+                f"the ranks would meet on node {name}, but {socket.gethostname()} cannot resolve "
+                "that name; export MASTER_ADDR with that node's address"
             ) from None
         env["MASTER_ADDR"] = name
 

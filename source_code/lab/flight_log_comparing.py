@@ -68,8 +68,8 @@ def _check_comparable(one, other):
         if names != others:
             raise RecordingError(
                 f"stage {stage} has {_layers(names)} here and {_layers(others)} in the other; their "
-                "messages are different by right, so compare losses or times, or record two runs "
-                "of the same cut"
+                "messages have to differ, so compare losses or times, or record two runs with the "
+                "same cut"
             )
 
 

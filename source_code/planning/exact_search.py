@@ -187,7 +187,7 @@ def first_moment(problem):
 
 
 def moments_after(problem, moment):
-    """One Moment for each action that some rank can take next, not before the last one started."""
+    """One Moment for each action that a rank can take next, starting no earlier than the last one."""
     held = held_per_rank(problem, moment) if problem.room else None
     for index, station in enumerate(problem.stations):
         queue = moment.queues[index]
@@ -224,7 +224,7 @@ def held_per_rank(problem, moment):
 
 
 def what_matters(moment):
-    """Equal for two moments from which the same can follow: all times count from now."""
+    """A key that is equal for moments with equal continuations; all times count from now."""
     now = moment.time
     queues = tuple(tuple(max(0.0, at - now) for at in queue) for queue in moment.queues)
     return queues, tuple(max(0.0, at - now) for at in moment.free)

@@ -157,7 +157,7 @@ def together(job):
 
 
 def time_of(job, function, *arguments):
-    """Seconds of a call, until the device has done what it was given."""
+    """Seconds of a call until the device has finished its work."""
     start = time.perf_counter()
     function(*arguments)
     if job.device.type == "cuda":
@@ -263,7 +263,7 @@ def fit_actions(rows):
 
 
 def left_out_errors(rows):
-    """Absolute relative errors of a fit, each on a size that it has not seen.
+    """Absolute relative errors of a fit, each for a size that was left out of the fit.
 
     An error is that of the total time of all stages of a size, because a step adds up such times:
     once with whole backwards, and once with backwards in halves.

@@ -88,9 +88,9 @@ def lines_with_files(name, model, machine):
     tight = " Its memory is tight." if best[0].memory > TIGHT * machine.memory else ""
     return [
         *lines_of(
-            f"With a saved {name} in FOLDER and a text in FILE, the fastest that a script of the "
-            f"course starts takes {best[0].update:.3g} s per update.{tight} Convert it once, then "
-            "train:"
+            f"With a saved {name} in FOLDER and a text in FILE, the fastest plan for a script of "
+            f"the course takes {best[0].update:.3g} s per update.{tight} Convert the model once, "
+            "then train:"
         ),
         *command_lines(convert_command("FOLDER")),
         *command_lines(start),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A complete training with torch.distributed.pipelining, and nothing besides (lesson 08).
+"""A complete training with torch.distributed.pipelining and nothing else (lesson 08).
 
 torchrun --standalone --nproc-per-node 4 library.py
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training with torch.distributed.pipelining and nothing besides: clip, evaluate, save (lesson 08).
+"""A training with torch.distributed.pipelining and nothing else: clip, evaluate, save (lesson 08).
 
 torchrun --standalone --nproc-per-node 2 library_training.py FOLDER STEPS CHUNKS
 
@@ -61,7 +61,7 @@ def clip(largest_norm):
 
 
 def state_of_rank(step):
-    """What a checkpoint holds of this rank, and the same of each chunk: no name is there twice."""
+    """(this rank's part of a checkpoint, [the state of each chunk]); no two have a common name."""
     flat = StateDictOptions(flatten_optimizer_state_dict=True)  # by name of the weight
     chunks = [get_state_dict(*pair, options=flat) for pair in zip(modules, optimizers)]
     weights = {name: value for chunk, _ in chunks for name, value in chunk.items()}
@@ -70,7 +70,7 @@ def state_of_rank(step):
 
 
 def restore():
-    """Load the newest whole checkpoint, if there is one; return the steps that it has behind it."""
+    """Load the newest whole checkpoint, if there is one; return the number of steps before it."""
     whole = sorted(given.folder.glob("step-*/.metadata"))  # written when all ranks have written
     if not whole:
         return 0

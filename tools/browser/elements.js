@@ -11,7 +11,7 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-// What the page remembers of a reader on this machine, if it may.
+// What the page remembers of a reader on this machine, if the browser allows it.
 const memory = {
   read(name) {
     try {

@@ -101,7 +101,7 @@ function explorer(place) {
     active.scrollIntoView({ block: "nearest" });
   }
 
-  // One curve after the other, and shown when there are all; a control that is moved ends it.
+  // Computes curve by curve, and shows them when all are there; moving a control stops this.
   async function showMemoryAndTime() {
     for (let lines = 1, complete = false; !complete && !again; lines++) {
       const settings = settingsOf(state);
@@ -234,7 +234,7 @@ function explorer(place) {
 }
 
 // All elements of an explorer; what is in the place already becomes the first drawing. The picture is
-// next to what one changes and stays in sight; costs and sizes are folded below it.
+// next to the controls and stays in sight; costs and sizes are folded below it.
 function build(place, offer) {
   const drawing = make("div", { class: "live-drawing" }, ...place.childNodes);
   const line = make("div", { class: "live-line" });

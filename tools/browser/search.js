@@ -68,7 +68,7 @@
       .map((section) => ({ section, rank: rankOf(section, words) }))
       .filter((hit) => hit.rank > 0)
       .sort((a, b) => b.rank - a.rank);
-    // Long text is a pasted message, of which a long page may have all words by chance.
+    // Long text is a pasted message, whose words a long page may all have by chance.
     if (!hits.length || isPasted(words)) hits.splice(0, hits.length, ...closest(sections, words));
     const more = hits.length > MOST ? `, the first ${MOST} of them` : "";
     count.textContent = hits.length === 1 ? "1 section" : `${hits.length} sections${more}`;
@@ -98,8 +98,8 @@
     return rank;
   }
 
-  // The sections that have most of the words of a pasted message, whose numbers and names are often
-  // others. A rare word counts more than a frequent one, and a word of a heading more than of a text.
+  // The sections with most words of a pasted message, in which numbers and names often differ. A
+  // rare word counts more than a frequent one, and a word of a heading more than one of a text.
   function closest(sections, words) {
     const asked = [...new Set(words.join(" ").match(/[a-z_]{2,}/g))];
     const rows = sections.map(([address, page, heading, text]) => ({

@@ -28,7 +28,7 @@ RANKS = 4
 
 
 class Broken:
-    """One fault each."""
+    """The pieces, each with its fault."""
 
     def next_to_send(outputs):
         """Rank 1 sends the activations of two micro-batches in one go: take one from the list."""
@@ -76,7 +76,7 @@ class Broken:
 
 
 class Cured:
-    """The same, right."""
+    """The same pieces without the faults."""
 
     def next_to_send(outputs):
         return outputs.pop(0)  # the oldest: a receiver takes messages in the order of the schedule
@@ -107,9 +107,9 @@ class Cured:
 
 
 def choose_pieces(arguments):
-    """The pieces of this run as attributes: all of them right, but for that of --case.
+    """The pieces of this run as attributes: all of them right except that of --case.
 
-    That one is broken, with --cured right, and with --repair the one that FILE defines.
+    That piece is broken; with --cured it is right, and with --repair it is the one in FILE.
     """
     if arguments.num_ranks != RANKS:
         raise SystemExit(

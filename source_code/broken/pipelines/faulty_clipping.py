@@ -18,6 +18,6 @@ def clip_gradients(job, stage, pieces):
 
 
 def clip_gradients_in_one_process(model, optimizer, step):
-    """The same for the whole model, between backward and update."""
+    """Clip the gradients of the whole model in one process, between backward and update."""
     named = list(model.named_parameters())
     scale_gradients(named, norm_of(squares_of(named)), LARGEST_NORM)

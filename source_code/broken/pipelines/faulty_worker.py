@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker that asks a piece in the cases 1, 4, 5, 6 and 8, and what one process does in its place."""
+"""A worker that asks a piece in the cases 1, 4, 5, 6 and 8, and its training in one process."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ class WorkerWithPieces(Worker):
         self.asks = ASKING_RANK.get(arguments.case) == job.rank and arguments.case
 
     def run_step(self, inputs, targets):
-        """As that of Worker; the loss is the mean of what the stage has put into mean_losses."""
+        """Run a step as Worker does; the loss is the mean of the stage's mean_losses."""
         self.actions, self.outputs = [], []  # those that wait to be sent together
         self.buffers = []
         self.order, self.arrived = None, {}
@@ -71,7 +71,7 @@ class WorkerWithPieces(Worker):
 
 
 def choose_reference(arguments):
-    """What one process does in this case: the whole model, no pipeline."""
+    """The function that trains the whole model of this case in one process, without a pipeline."""
     if arguments.case == 6:
         return partial(train_one_process, before_update=clip_gradients_in_one_process)
     return partial(train_one_process, build=build_tied_model if arguments.case == 8 else None)

@@ -10,9 +10,9 @@ from broken.torch_pipelining import small_pipeline as small
 
 
 def train_replicas(job, name, shapes, by_hand=False):
-    """Two pipelines of two ranks, 0 and 1, 2 and 3, each with a batch of its own.
+    """Train two pipelines, one on ranks 0 and 1 and one on ranks 2 and 3, each with its own batch.
 
-    DDP averages the gradients over the two, or `by_hand` an all-reduce after the step.
+    DDP averages the gradients over the two; with `by_hand` an all-reduce after the step does it.
     """
     pipelines = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     copies = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]

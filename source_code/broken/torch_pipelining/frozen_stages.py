@@ -41,7 +41,7 @@ def input_example_without_gradient(job, cured):
 
 
 def frozen_first_stage(job, cured):
-    """A split backward begins at the inputs of a stage, which a frozen stage before it leaves out.
+    """A split backward begins at a stage's input, which needs no gradient after a frozen one.
 
     Broken: the library infers that stage 1 gets an input without a gradient. Cured: the examples
     say that every activation requires one, and the frozen stage's output does.

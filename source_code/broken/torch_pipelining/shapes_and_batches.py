@@ -18,7 +18,7 @@ def uneven_batch(job, cured):
     rows = 8 if cured else 10
     parts = small.build_own_stages(job)
 
-    def loss_of_all_rows(outputs, targets):  # of as many rows as there are targets
+    def loss_of_all_rows(outputs, targets):  # an output may have rows without targets
         return (outputs[: len(targets)] - targets).pow(2).mean()
 
     schedule, stages = small.build_schedule(job, parts, rows=rows, loss_fn=loss_of_all_rows)
@@ -199,7 +199,7 @@ def stages_of_two_types(job, cured):
 
 
 def train_on_tokens(job, loss_of, targets, cut_loss=None):
-    """One step of a pipeline of classifiers with WIDTH classes, compared with one process."""
+    """One step of classifiers with WIDTH classes: parts, losses, gradients of one process."""
     parts = small.build_own_stages(job)
     loss_fn = cut_loss or loss_of
     schedule, stages = small.build_schedule(job, parts, loss_fn=loss_fn)
@@ -297,7 +297,7 @@ def shorter_rows(job, cured):
 
 
 def train_on_lengths(job, first, second, new_schedule):
-    """One step with rows of `first` positions and one with `second`; the loss is of their means."""
+    """One step with rows of `first` positions and one with `second`; the loss is of row means."""
 
     def loss_of_means(outputs, targets):
         return mse_loss(outputs.mean(1), targets)

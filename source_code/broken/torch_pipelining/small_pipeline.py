@@ -103,7 +103,7 @@ def compare_gradients(job, parts, wanted=None):
 
 
 def compare_gathered(job, gradients, wanted=None):
-    """As compare_gradients, from {stage: the gradients of its parameters} of each rank."""
+    """Like compare_gradients, for {stage: the gradients of its parameters} of each rank."""
     ranks = gather(job, gradients)
     if ranks is not None:
         stages = {index: grads for some in ranks for index, grads in some.items()}
@@ -163,7 +163,7 @@ def trace_model(job, model, *cuts, example=None):
     example = torch.zeros(2, WIDTH, dtype=torch.float64) if example is None else example
     cuts = {name: SplitPoint.BEGINNING for name in cuts} or None
     pipe = pipeline(model, mb_args=(example,), split_spec=cuts)
-    meet(job, "traced")  # for unequally long
+    meet(job, "traced")  # tracing takes unequally long on the ranks
     return pipe
 
 

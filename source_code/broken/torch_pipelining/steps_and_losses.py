@@ -109,7 +109,7 @@ def loss_off_the_last_rank(job, cured):
 class WithPenalty(nn.Module):
     """Adds the penalty of its output, a loss of its own, to that of the stages before it.
 
-    `hand_on` is (rows, WIDTH) and (rows, 1), the penalty of each row so far.
+    With `hand_on` it returns (rows, WIDTH), and (rows, 1) with the penalty of each row so far.
     """
 
     def __init__(self, part, hand_on):
@@ -309,7 +309,7 @@ class Counted(nn.Module):
 
 
 def checkpointed_in_halves(job, cured):
-    """A split backward recomputes in either half.
+    """A split backward recomputes in each of its halves.
 
     Broken: ZB-V. Cured: interleaved 1F1B. Both are right; one runs each forward three times.
     """
@@ -322,7 +322,7 @@ def checkpointed_in_halves(job, cured):
 
 
 def one_forward_more(job, cured):
-    """Without example tensors the library runs one micro-batch more, to find the shapes out.
+    """Without example tensors, the library runs one more forward to infer the shapes.
 
     Broken: no example tensors. Cured: input_args and output_args.
     """
@@ -333,7 +333,7 @@ def one_forward_more(job, cured):
 
 
 def eval_between_passes(job, cured):
-    """A change between step() and eval() drops the gradients of an FSDP module.
+    """A change from step() to eval() drops the gradients of an FSDP module.
 
     Broken: two passes for one update, with eval() between them. Cured: eval() before both.
     """

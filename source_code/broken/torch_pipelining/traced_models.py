@@ -74,7 +74,7 @@ class SkipConnection(nn.Module):
 
 
 def skip_connection(job, cured):
-    """A result may only be used on the stage after the one that made it.
+    """Only the stage after the one that made a result may use it.
 
     Broken: the last of three stages adds what the first made. Cured: the middle stage hands it on.
     """
@@ -165,7 +165,7 @@ def traced_in_a_v(job, cured):
 
 
 def device_in_the_graph(job, cured):
-    """The tracer notes a device that the model asks for.
+    """The tracer makes a device that the model reads a constant of the graph.
 
     Broken: traced on the meta device, run on the CPU. Cured: traced on the CPU.
     """

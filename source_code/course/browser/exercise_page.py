@@ -19,8 +19,8 @@ from lab.simulator import Costs, simulate
 NOT_ATTEMPTED = "Not attempted yet: replace the ... above, then check."
 NOT_BEGUN = "Not attempted yet."
 CODE = "<your code>"
-# The exercises outside lesson 12 that ask for a schedule: (ranks, micro-batches) of the drawing of
-# a right answer, None where the answer has a size of its own, and the costs.
+# The exercises outside lesson 12 that ask for a schedule: the (ranks, micro-batches) for which a
+# right answer is drawn, None for an answer that has one size, and the costs.
 DRAWN = {
     ("lesson_02", "own_gpipe"): ((4, 8), Costs(10, 20)),
     ("lesson_09", "fill_the_bubble"): (None, Costs(1, 2, 1)),
@@ -33,7 +33,7 @@ def check(lesson, call, code, setup="", width=WIDTH):
     `lesson` is a module of course.checks, such as "lesson_02"; `call` is the line of the notebook
     that runs the check, such as "check.own_gpipe(own_gpipe)"; `setup` holds the notebook's imports.
     In the result, `said` is the printed text and `right` says whether the answer is right. For a
-    right schedule it also has the keys of `explained`.
+    right answer to an exercise of DRAWN, the result also has the keys of `explained`.
     """
     namespace = {"__name__": "__main__"}
     printed = io.StringIO()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drawing of rows that have only begun to be a schedule: a board with a fixed axis and a target.
+"""Draws rows that are not yet a whole schedule, on a board with a fixed axis and a target.
 
-All ranks of the puzzle are there. An action that is written and cannot start yet is dashed, with an
-arrow to the rank that has to make what it waits for: a deadlock is a ring of such arrows.
+The board shows all ranks of the puzzle. An action in the rows that cannot start yet is dashed, with
+an arrow to the rank that has to make what it waits for: a deadlock is a ring of such arrows.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ TOP = 2 * FONT + 12
 
 
 class Stuck(NamedTuple):
-    """An action that cannot start, and the message that it waits for, with the rank that makes it."""
+    """An action that cannot start, the message that it needs, and the rank that makes it."""
 
     rank: int
     action: tuple
@@ -47,7 +47,7 @@ def read_rows(rows):
 
 
 def actions_to_go(given, written):
-    """How many actions of the puzzle the rows lack; None if a row has one that is not in place."""
+    """How many actions of the puzzle the rows lack; None if they have a wrong one or one twice."""
     kinds = "FIW" if given.split and any(a.kind in "IW" for row in written for a in row) else "FB"
     wanted = {
         (rank, stage, kind, microbatch)
@@ -62,7 +62,7 @@ def actions_to_go(given, written):
 
 
 def tell_rows(given, written):
-    """The sentence about unfinished rows: how many actions are missing, and which cannot start."""
+    """The sentence on rows that lack actions: how many, and which cannot start; otherwise None."""
     missing = actions_to_go(given, written)
     if not missing:
         return None
@@ -109,7 +109,7 @@ def draw_board(given, written, width=WIDTH):
     vars(schedule)["num_stages"] = len(given.rank_of_stage)  # the rows may lack some stages so far
     timeline = simulate(schedule, given.costs)
     taken = timeline.makespan if timeline.events else 0
-    # The axis is the puzzle's, not the rows': a tap does not change the scale.
+    # The puzzle, not the rows, sets the axis, so that a tap does not change the scale.
     vars(timeline)["num_ranks"] = given.num_ranks
     vars(timeline)["makespan"] = max(taken, 1.02 * axis_of(given))
     vars(timeline)["start"] = 0.0
@@ -135,7 +135,7 @@ def draw_board(given, written, width=WIDTH):
 
 
 def axis_of(given):
-    """The time in ms that the board's axis has at least: the target, or the work of a rank and more."""
+    """The least length of the board's axis in ms: the target, or 1.3 times the work of a rank."""
     if given.measure == "makespan":
         return given.target
     stages = max(given.rank_of_stage.count(rank) for rank in range(given.num_ranks))

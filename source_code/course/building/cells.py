@@ -59,7 +59,7 @@ def name_of(function):
 
 
 def names_of(function):
-    """The name of a function itself, and all that its module gives to it."""
+    """A function's own name, and then every name that its module gives to it."""
     known = known_to(function)
     own = getattr(function, "__name__", None)
     return [own, *(name for name, value in known.items() if value is function)]
@@ -73,7 +73,7 @@ def known_to(function):
 
 
 def module_of(function):
-    """The name of the module that defines a function, or what a partial or an object calls."""
+    """The module's name of a function, of the function in a partial, or of an object's class."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__module__", None)
@@ -84,7 +84,7 @@ def _has_own_text(name, value):
     if not (inspect.isfunction(value) or inspect.isclass(value)):
         return False
     if "PACKED" in getattr(value, "__globals__", ()):
-        return False  # a handout has packed its file, in which its lines are not to be found
+        return False  # a handout has packed its file, so its lines are not there
     return value.__name__ == name and "<locals>" not in value.__qualname__
 
 
@@ -96,9 +96,9 @@ def _cells_of(module):
 
 
 def _definitions(text, name):
-    """(statement, False) for those in `text`, outside functions and classes, that define `name`.
+    """Yield (statement, False) for each one that defines `name` outside functions and classes.
 
-    (statement, True) stands for one that adds something to the value of that name.
+    For each statement that adds something to the value of `name`, yield (statement, True).
     """
     try:
         statements = ast.parse(text).body

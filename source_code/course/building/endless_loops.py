@@ -11,10 +11,10 @@ COMPUTING = 2  # seconds of processor time after which a loop counts as endless
 
 @contextmanager
 def endless_loops_ended(seconds=None):
-    """A context for the reader's code, which may compute for so many seconds of processor time.
+    """A context for the reader's code, which may compute for `seconds` of processor time.
 
     A busy machine or a wait for other ranks takes no processor time, so neither counts. Inside
-    another such context, the limit of that one counts.
+    another such context, the outer limit applies.
     """
     seconds = seconds or COMPUTING
     in_main = threading.current_thread() is threading.main_thread()

@@ -20,7 +20,7 @@ from course.launch import started_ranks
 
 START, LIMIT = 120, 30  # seconds: until the first event, and without any event after it
 LONGEST = 120  # seconds from the first event on
-# Characters of all ranks: the reports of a rank come after what it has printed.
+# Characters of all ranks. There is a limit because a rank's reports come after what it has printed.
 MOST_PRINTED = 100_000
 SCRIPT = "course/building/on_ranks.py"
 
@@ -57,7 +57,7 @@ class Observed:
     ranks: list
     begun: dict = field(default_factory=lambda: defaultdict(list))
     stuck: bool = False
-    silent: bool = False  # whether nothing happened any more
+    silent: bool = False  # whether a time limit has passed
     crash: str | None = None
     printed: str = ""  # what the ranks have printed
 
@@ -137,7 +137,7 @@ class Observed:
 def examine(request, num_ranks, show=True):
     """Run `request` (see on_ranks.py) on `num_ranks` ranks and return an Observed.
 
-    It ends when nothing has happened for LIMIT seconds. `show` prints what the ranks print.
+    It ends at the latest LIMIT seconds after the last event. `show` prints what the ranks print.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(request, file)
@@ -168,7 +168,7 @@ def _follow(started, observed, show):
                 return
             continue
         if name == "stdout":
-            text, mark, event = line.partition(MARK)  # what the reader prints may end in no newline
+            text, mark, event = line.partition(MARK)  # the reader's text may end without a newline
             observed.printed += text
             if len(observed.printed) > MOST_PRINTED:
                 observed.crash = f"more than {MOST_PRINTED:,} characters are printed; does a loop print without end?"
@@ -192,7 +192,7 @@ def _follow(started, observed, show):
 
 
 def _crash(started, errors):
-    """How the first rank has failed, with the last line of the errors, or None."""
+    """How the first rank that failed has ended, with the last line of the errors, or None."""
     failure = started.failure()
     if not failure:
         return None
@@ -201,7 +201,7 @@ def _crash(started, errors):
 
 
 def _left(started, observed):
-    """How the first rank has ended that has not reached the end of its program, or None."""
+    """How the first rank that left before the end of its program has ended, or None."""
     for rank in observed.ranks:
         if not rank.done and started.has_ended_well(rank.number):
             said = how_it_ended(rank.number, 0)

@@ -114,7 +114,7 @@ class OneQueue:
         return message
 
     def batch_isend_irecv(self, operations):
-        """In place of torch's: all of `operations` are one operation."""
+        """Replaces torch's function: all of `operations` are one operation of the queue."""
         self.batch = []
         for each in operations:
             each.op(each.tensor, each.peer, tag=each.tag)
@@ -201,7 +201,7 @@ def watch_messages(strict=False):
         tell("goes on", message=name)
 
     def leave(*arguments, **more):
-        # Held, it closes no connection, so who waits for this rank is still seen to wait.
+        # A group that is kept closes no connection, so a rank that waits for this one still waits.
         left.append(dist.group.WORLD)
         torch_leave(*arguments, **more)
 
@@ -266,7 +266,7 @@ class Messages:
         begin = partial(self.begin[what], travels, peer, group=group, tag=tag)
         if self.queue:
             return self.queue.put(QueuedMessage(self.queue, begin, name, told, arrive))
-        # Reported before it begins, since gloo aborts a process whose room is too small.
+        # Reported before it begins, since gloo aborts a process whose buffer is too small.
         tell("begins", message=name, **told)
         work = begin()
         self.works.append(work)  # a Work that is freed would end while its message travels
@@ -298,7 +298,7 @@ def tell_change(tensor, copy, at):
 def watched_collective(name, counted):
     """The collective of that name, which also reports its call. `counted` has the earlier ones.
 
-    Those of a group that the reader has made are not followed: not every rank belongs to it.
+    Calls with a group that the reader has made are not followed: not every rank belongs to it.
     """
     begin = getattr(c10d, name)
 

@@ -2,7 +2,7 @@
 """GPipe and 1F1B as a reader first writes them: each message travels on its own (lessons 02, 03).
 
 That is enough for gloo. At the end of lesson 03 messages become batches, as in small/pipeline.py:
-NCCL needs that, and no handle keeps a sent tensor until the end of the step.
+NCCL needs that, and then no handle keeps a sent tensor until the end of the step.
 """
 
 import torch

@@ -13,7 +13,7 @@ from small.split_backward import take_deferred
 
 
 def backward_input(stage, k, held, sends):
-    """The half I of micro-batch `k`, as `backward`. Returns a function that runs its half W."""
+    """Run the half I of micro-batch `k`, as `backward`; return a function that runs its half W."""
     backward(stage, k, held, sends)
     return take_deferred(stage)
 

@@ -92,7 +92,7 @@ class WrongAnswer(Exception):
 
 
 def call(function, *arguments):
-    """The result of the learner's function; a generator's as a list.
+    """The result of the learner's function; that of a generator is a list.
 
     Raises NotAttempted, or WrongAnswer with the reason.
     """
@@ -104,7 +104,7 @@ def call(function, *arguments):
         with endless_loops_ended(LONGEST):
             result = function(*arguments)
             result = list(islice(result, MOST_VALUES)) if isinstance(result, Iterator) else result
-    except Exception as error:  # an error in the learner's code is an answer, too
+    except Exception as error:  # an error in the learner's code is a wrong answer
         raise WrongAnswer(f"{name} raised {type(error).__name__}: {error}") from None
     if isinstance(result, list) and len(result) == MOST_VALUES:
         raise WrongAnswer(f"{name} gives {MOST_VALUES:,} values and more; does it end?")
@@ -168,7 +168,7 @@ def call_for_schedule(rows, num_ranks, num_microbatches):
 
 
 def read_rows(rows, name="yours"):
-    """The Schedule of rows that are one text, or for each rank a text or a list of its actions."""
+    """The Schedule of `rows`: one text, or for each rank a text or a list of its actions."""
     if isinstance(rows, Schedule):
         return rows
     try:
@@ -185,9 +185,10 @@ def read_rows(rows, name="yours"):
 
 
 def in_a_list(value):
-    """The list of what a container in some order, or a generator, has. Raises TypeError for others.
+    """The items of an ordered container or a generator as a list. Raises TypeError for others.
 
-    A dictionary has an order, too: its values, unless they are None, as of dict.fromkeys(calls).
+    Of a dictionary these are the values, or the keys if all values are None, as in
+    dict.fromkeys(calls).
     """
     if hasattr(value, "tolist"):  # of numpy
         value = value.tolist()
@@ -200,7 +201,7 @@ def in_a_list(value):
 
 
 def whole_numbers_in(value):
-    """The list of int that a container has, also one of whole floats. Raises TypeError for others."""
+    """The whole numbers of a container, floats included, as int. Raises TypeError for others."""
     values = [number_in(each) for each in in_a_list(value)]
     for each in values:
         if isinstance(each, bool) or not isinstance(each, numbers.Real) or each % 1:

@@ -25,7 +25,7 @@ WRONG = {  # {fault: (rank that has it, function that puts it into the gradients
     "rank 2 divided its gradients by 8 once more": (2, lambda found: [one / 8 for one in found]),
     "rank 1 added the batch before": (1, lambda found: [3 * one for one in found]),
     "rank 1 has None in the place of one gradient": (1, lambda found: [None, *found[1:]]),
-    # Neither first nor last: Python's max() gives up a nan that follows or precedes a number.
+    # Neither first nor last: whether Python's max() keeps a nan depends on its place.
     "rank 1 has a nan among its gradients": (
         1,
         lambda found: [found[0], found[1] * torch.nan, *found[2:]],
@@ -37,9 +37,9 @@ def main(_, difference):
     """Report, for each case, this rank's result together with the `facts`."""
     dist.init_process_group("gloo")
     told = []
-    gradients = gradients_of_both()  # of all steps: the reader's function may leave a rank waiting
+    gradients = gradients_of_both()  # first, since the reader's function may leave a rank waiting
     for (case, (wrong_rank, change)), (found, right) in zip(WRONG.items(), gradients):
-        # The others differ by exactly zero, as a rank may: it must not leave early.
+        # The other ranks differ by exactly zero: the reader's function must not return early there.
         given = change(found) if dist.get_rank() == wrong_rank else right
         # Copies, since the reader's function may compute in place.
         say = difference([g if g is None else g.clone() for g in given], [t.clone() for t in right])
@@ -70,8 +70,8 @@ def gradients_of_both():
 
 
 def in_order(part):
-    """The gradients of a stage, the first one last: no list begins or ends with the largest number
-    of the model, so that a function that looks only there is wrong."""
+    """The gradients of a stage, the first one moved to the end: no list then begins or ends with
+    the model's largest number, so a function that looks only there is found wrong."""
     first, *others = [weight.grad for weight in part.parameters()]
     return [*others, first]
 
@@ -87,5 +87,5 @@ def facts(found, right):
     """(largest difference, largest right gradient, sum of all differences) on this rank."""
     off = [(t if f is None else f - t).abs() for f, t in zip(found, right)]
     largest = max(t.abs().max().item() for t in right)
-    most = torch.stack([one.max() for one in off]).max()  # which, unlike Python's, keeps a nan
+    most = torch.stack([one.max() for one in off]).max()  # unlike Python's max(), this keeps a nan
     return most.item(), largest, sum(one.sum().item() for one in off)

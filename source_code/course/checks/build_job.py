@@ -24,8 +24,8 @@ FAILED = 3  # the status of the srun that stands in for a rank that fails
 SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "m": "distribution"}
 ALSO = {"tasks-per-node": "ntasks-per-node", "dist": "distribution"}  # SLURM takes these, too
 # Stands in for srun: writes its arguments to a file, one per line, and fails as a rank would. The
-# first arguments are those that srun takes from the environment.
-# It takes a call without the program, such as `srun hostname`, for one that succeeds.
+# first lines are the options that srun takes from the environment. A call without the program, such
+# as `srun hostname`, succeeds.
 STAND_IN = f"""#!/bin/sh
 case "$*" in
     *{TRIED[0]}*) status={FAILED}; echo >> "$SRUN_WORDS.calls" ;;
@@ -37,7 +37,7 @@ exit $status
 """
 # Stands in for scontrol, with which a script finds the names of its nodes.
 HOST_NAMES = "#!/bin/sh\nprintf 'node%s\\n' 1 2\n"
-# Which the job in which a notebook runs may have set.
+# Variables that the job around the notebook may have set.
 FROM_OUTSIDE = ("SLURM_DISTRIBUTION", "SLURM_KILL_BAD_EXIT")
 
 
@@ -98,7 +98,7 @@ def _complaint_on_options(text):
         asked = f"--nodes={options['nodes']}" if "nodes" in options else "no number of nodes"
         return f"your script asks for {asked}; the ranks are to be on {NODES}"
     per_node, total = options.get("ntasks-per-node"), options.get("ntasks")
-    # Of nodes that it has alone, a job takes all cores, and then four tasks are two on each.
+    # A job that has its nodes alone takes all their cores, and SLURM then puts two tasks on each.
     alone = options.get("exclusive") not in (None, "user", "mcs", "topo")
     if per_node is None and total == str(RANKS) and not alone:
         return (
@@ -116,8 +116,8 @@ def _complaint_on_options(text):
 
 
 def _minutes(limit):
-    """A limit in minutes, or None: MINUTES[:SECONDS], HOURS:MINUTES:SECONDS, or DAYS-HOURS and
-    then, if given, :MINUTES and :SECONDS."""
+    """A limit of SLURM in minutes, or None. Its forms are MINUTES[:SECONDS],
+    HOURS:MINUTES:SECONDS and DAYS-HOURS[:MINUTES[:SECONDS]]."""
     if not re.fullmatch(r"(\d+-)?\d+(:\d\d?){0,2}", limit):
         return None
     days, dash, rest = limit.rpartition("-")

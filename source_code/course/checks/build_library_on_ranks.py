@@ -3,13 +3,13 @@
 
 The text of the program is not changed. Each rank reports each stage that it makes, as [index, number
 of stages]. At the end, it reports the numbers of micro-batches of its schedules, how often it called
-`step` and `eval`, the mean loss of each step that a schedule computed, and whether it takes batches
-of which the check has replaced some.
+`step` and `eval`, the mean loss of each step that a schedule computed, and whether it called a
+`batch` in which the check has replaced some batches.
 """
 
 import sys
 
-import torch._dynamo  # noqa: F401 - else the first optimizer imports it in the reader's own time
+import torch._dynamo  # noqa: F401 - the first optimizer would import it in the reader's own time
 from torch.distributed.pipelining.schedules import _PipelineSchedule as Schedule
 from torch.distributed.pipelining.stage import _PipelineStageBase as Stage
 
@@ -57,7 +57,7 @@ def note_schedules():
         run = self.step
 
         def step(*arguments, **options):
-            used["steps"] += self._has_backward  # eval() runs step() without a backward
+            used["steps"] += self._has_backward  # False in eval(), which also calls step()
             return run(*arguments, **options)
 
         self.step = step
@@ -77,9 +77,9 @@ def note_schedules():
 
 
 def replace_batches(numbers, used):
-    """Let the model's `batch(a)` return the batch `numbers[a]`, and note in `used` that it is called.
+    """Let the model's `batch(a)` return the batch `numbers[a]`, and note in `used` if it is called.
 
-    A program may also make its batches itself.
+    A program may instead make its batches itself.
     """
     batch, used["replaced"] = my_pipeline.batch, False
 

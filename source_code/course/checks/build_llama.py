@@ -19,7 +19,7 @@ from pipeline.schedules import SCHEDULES, build_schedule
 from planning.counted_memory import predict_memory
 
 MACHINES = {"A": (8, 16), "B": (8, 8), "C": (4, 14), "D": (2, 12)}  # devices, GiB of each
-ROWS, LEAST_ROWS = 64, 2  # rows of the batch; rows of a micro-batch that keep a device busy
+ROWS, LEAST_ROWS = 64, 2  # rows of the batch; least rows of a micro-batch that keep a device busy
 MODEL = f"--model 1b --dtype bfloat16 --seq-len 2048 --batch-size {ROWS} --device cpu"
 CHOICES = ("schedule", "chunks", "microbatches", "recompute")
 TOLERANCE = 1.10  # the most that a step may take, relative to the best plan that fits
@@ -119,7 +119,7 @@ def _planned(machine, flags, devices):
 
 @cache
 def _all_plans(devices):
-    """(GiB of the fullest rank, length of a step, choice) of each plan in the comparison."""
+    """(GiB of the fullest rank, length of a step, choice) of each plan for comparison."""
     config = ModelConfig(20, 2048, 32, 4, 2048, 32000)
     found = []
     for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1)):
@@ -137,7 +137,7 @@ def _all_plans(devices):
 
 
 def _why_slow(choice, devices, room, step):
-    """A half-sentence about the one flag with whose change the plan still fits and is fastest."""
+    """A half-sentence on the flag whose change alone gives the fastest plan that still fits."""
     shorter = []
     for memory, other_step, other in _all_plans(devices):
         changed = [name for name, value in zip(CHOICES, other) if value != choice[name]]

@@ -22,7 +22,7 @@ def main(request, function):
     if complaint := complaint_of(function):
         tell("report", value=complaint)
         return
-    # Defined anew: what `function` has kept of the call above is not there.
+    # Defined again, without anything that `function` has kept from the call above.
     (trained,) = functions_of(request)
 
     def forward(layer, x):
@@ -35,7 +35,7 @@ def main(request, function):
 
 
 def complaint_of(function):
-    """The sentence about a wrong output, about no change, or an input without gradient, or None."""
+    """The sentence on a wrong output, an unchanged layer or an absent gradient; or None."""
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     weights = [torch.randn(shape, dtype=torch.float64) for shape in ((6, 4), (6, 4), (4, 6))]
     for weight in (x, *weights):

@@ -6,7 +6,7 @@ from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 
 PROGRAM = "course.checks.build_recompute_on_ranks.main"
-RANKS = 3  # so that one of them has both a gradient that arrives and an input that needs one
+RANKS = 3  # rank 1 then receives a gradient and also sends one
 
 
 @checked("the gradients of a stage that keeps everything, and one inside at a time.")

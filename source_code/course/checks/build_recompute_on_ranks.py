@@ -2,7 +2,8 @@
 """Runs a reader's recomputing backward on this rank; build_recompute.py reads the report.
 
 Each rank has a third of the model of small/pipeline.py. Its forwards keep only the input of a
-micro-batch, and its backwards are the reader's. The same rank also computes the gradients of a stage that keeps everything.
+micro-batch, and its backwards are the reader's. The same rank also computes the gradients of a
+stage that keeps everything.
 """
 
 import gc
@@ -30,7 +31,7 @@ def main(_, backward):
 
 
 def run_step(stage, step, order, backward):
-    """All forwards, then the reader's backwards in `order`; returns a dictionary for each."""
+    """Run all forwards, then the reader's backwards in `order`; return a dictionary for each."""
     rank, whole = dist.get_rank(), StageOfMicrobatch(stage, step)
     inside = Inside(stage)
     inputs, held, given = whole.inputs, {}, {}
@@ -79,7 +80,7 @@ def in_memory(inputs):
 
 
 class StageOfMicrobatch:
-    """`stage(k, x)` returns the output for micro-batch k, on the last stage its share of the loss.
+    """`stage(k, x)` returns micro-batch k's output, or its share of the loss on the last stage.
 
     `calls` has the micro-batch of each input with which the reader's backward has called it,
     `asked` each k.
@@ -171,7 +172,7 @@ def gradients_of(whole, k, x, gradient):
 
 
 def factor_of(found, right, x=None):
-    """[factor, "right"] if `found` is a multiple of `right`, else [None, a word for `found`].
+    """[factor, "right"] if `found` is a multiple of `right`, otherwise [None, a word for `found`].
 
     `x` is the input of the stage, which is not its gradient.
     """

@@ -29,9 +29,9 @@ def moments(seed):
     return [
         (1, 1, "half"),
         (0, 1, "rename"),
-        (1, 1, "rename"),  # if it renames nothing, right after the save
+        (1, 1, "rename"),  # right after the save if it renames nothing
         (0, 1, round(draw.random(), 3)),
-        (0, 1, "opened"),  # if no save opens such a file, right after the save
+        (0, 1, "opened"),  # right after the save if it opens no such file
     ]
 
 
@@ -68,7 +68,7 @@ def survives(save, restore, kills):
 
 
 def after(killed, saved):
-    """The beginning of a sentence about the start after a SIGKILL, or after the end."""
+    """The beginning of a sentence about the start after a SIGKILL, or after a whole training."""
     if killed is None:
         return f"started again after all {saved} steps, " if saved else ""
     when = WORDS.get(killed["killed"], "in the middle of a save")

@@ -13,14 +13,14 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # noqa: F401 - else the first optimizer imports it in the reader's own time
+import torch._dynamo  # noqa: F401 - the first optimizer would import it in the reader's own time
 import torch.distributed as dist
 
 from course.building.messages import tell
 from small.pipeline import batch, build_stage, naive_step
 
 LATER = 0.2  # seconds before the SIGKILL, in which the other rank continues as far as it can
-SLOW = 0.05  # seconds
+SLOW = 0.05  # seconds, see `slowness`
 CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"}
 
 
@@ -45,7 +45,7 @@ def main(request, save, restore):
 
 
 def whole_number(step):
-    """`step` as an int, also if it is one of numpy or torch; else a short text that shows it."""
+    """`step` as an int, also from numpy or torch; a short text if it is not a whole number."""
     try:
         return operator.index(step)
     except TypeError:
@@ -85,7 +85,7 @@ class Moment:
             self.passes({"os.rename": "rename", "open": "write"}.get(event, event))
 
     def opened(self, path):
-        """Note that a file that was there is opened and thereby emptied, in the audit before it."""
+        """Note, before it happens, that opening an existing file empties it."""
         if self.is_due("opened"):
             os.truncate(path, 0)
             self.kill("opened")
@@ -124,10 +124,10 @@ class Moment:
         time.sleep(SLOW * self.slowness(what))
 
     def slowness(self, what):
-        """How slow this rank is before an operation, so that races of the ranks have one end.
+        """How slow this rank is before an operation, so that races of the ranks always end alike.
 
         In the first save, no rank renames before the other has written what it writes without a
-        wait, and rank 0 is first. In the third save, rank 1 is slow in all that it does.
+        wait, and rank 0 is first. In the third save, rank 1 is slow before every operation.
         """
         if self.saves == 0 and what == "rename":
             return 1 + self.rank

@@ -50,8 +50,8 @@ def complaint_of(request, num_ranks):
 
 
 def complaint_of_versions(ranks, words):
-    """The first error in the versions of the weights that actions used: that of the earliest
-    mini-batch, on the last rank that has one. Later errors of other ranks can follow from it."""
+    """The first error in the versions of the weights that actions used. Of several of one kind, it
+    is that of the earliest mini-batch, on the last rank: the others can follow from it."""
     events = [(event, rank) for rank in reversed(ranks) for event in sum(rank.steps[:1], [])]
     events.sort(key=lambda pair: pair[0]["k"])
     for wrong, kinds in ((_backward, "B"), (_forward, "F"), (_copies, "F"), (_memory, "FB")):

@@ -47,7 +47,7 @@ def main(request, function):
 
 
 class Rule:
-    """PipeDream's rule in one process: `versions[s][t]` has the weights by name; `losses`."""
+    """PipeDream's rule in one process: its `losses`, and in `versions[s][t]` weights by name."""
 
     def __init__(self, num_stages, inputs, targets, rate):
         stages = [my_pipeline.build_stage(index, num_stages) for index in range(num_stages)]
@@ -78,7 +78,7 @@ class Versions:
     def __init__(self):
         self.known = []  # the versions of the rule
         self.used = {}  # mini-batch -> the weights of its forward, and a copy
-        self.places = {}  # mini-batch -> the version of its forward, and where it is in memory
+        self.places = {}  # mini-batch -> the version of its forward, and the memory of that
         self.seen = []  # weak references to one tensor of each version
         self.last = 0
 
@@ -97,7 +97,7 @@ class Versions:
         return None, round(factor, 6) if close else None
 
     def forward_with(self, weights, stage, k, *more, **named):
-        """Replaces stash.forward_with."""
+        """Replaces stash.forward_with, and reports the forward."""
         version, factor = self.number_of(weights)
         # Mini-batches under way whose forward had the same version, in other memory.
         copies = [
@@ -116,9 +116,9 @@ class Versions:
         return self.forward(weights, stage, k, *more, **named)
 
     def backward_with(self, weights, stage, k, *more, **named):
-        """Replaces stash.backward_with."""
+        """Replaces stash.backward_with, and reports the backward."""
         found = self.memory(weights, stage)
-        if k == len(self.known) - 2:  # the last one: to go through all objects takes long
+        if k == len(self.known) - 2:  # only in the last one: a search of all objects takes long
             found["alive"] += self.copies(stage)
         used, copy = self.used.pop(k, (weights, weights))
         same = all(weights[name] is used[name] for name in used)
@@ -131,8 +131,9 @@ class Versions:
     def memory(self, weights, stage):
         """How many versions are alive, and whether `weights` have a history that keeps others alive.
 
-        A version that only a variable of the reader's names, as in `old = stash.pop(k)`, does not
-        count: after the next backward the variable names another one. Nor do the stage's own weights.
+        A version that only a variable of the reader refers to, as in `old = stash.pop(k)`, does not
+        count: after the next backward the variable refers to another one. The stage's own weights
+        do not count either.
         """
         name = next(iter(self.known[0]))
         named = set(map(id, [*self.in_variables(sys._getframe(2)), *stage.parameters()]))
@@ -143,13 +144,13 @@ class Versions:
         return {"alive": len(counted), "history": history}
 
     def in_variables(self, frame):
-        """The first weight of each version that a variable of the reader's names."""
+        """The first weight of each version that one of the reader's variables refers to."""
         name = next(iter(self.known[0]))
         variables = [v for f in own_frames(frame) for v in f.f_locals.values()]
         return [v[name] for v in variables if isinstance(v, dict) and name in v]
 
     def copies(self, stage):
-        """How many more versions are in memory as copies, which no forward has used."""
+        """The number of further versions in memory: copies that no forward has used."""
         name, first = next(iter(self.known[0].items()))
         seen = [tensor for reference in self.seen if (tensor := reference()) is not None]
         own = [version[name] for version in self.known] + [
@@ -174,4 +175,4 @@ def places_of(weights):
 
 
 versions = Versions()
-versions.watch()  # before the reader's function imports what it replaces
+versions.watch()  # before the reader's imports, which then get the replacements

@@ -57,7 +57,7 @@ def loss_elsewhere(ranks):
 
 
 def nothing_travelled(observed):
-    """The sentence about a rank that has all numbers without a message or a collective, or None."""
+    """The sentence on a rank with right numbers that sent, received and summed nothing; or None."""
     for rank in observed.ranks:
         own = [
             events
@@ -77,7 +77,7 @@ def backwards_reversed(rows):
 
 
 def agreements(observed, rows):
-    """The number of actions that stand in `rows` where the ranks took them."""
+    """The number of actions that the ranks took at the same place as in `rows`."""
     count = 0
     for rank in observed.ranks:
         for step, each in zip(rank.steps, rows):
@@ -143,7 +143,7 @@ def one_f_one_b_step(function):
 
 @checked("1F1B by NCCL's rules: one operation at a time is enough, on four ranks and on two.")
 def one_f_one_b_for_nccl(function):
-    """Check a step of 1F1B as above; a rank has one message or one batch of them under way."""
+    """Check a step of 1F1B as above, with one message or one batch per rank under way."""
     return perform(function, 1, one_f_one_b, [6, 2], **STRICT)
 
 

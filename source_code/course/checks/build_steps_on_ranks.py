@@ -30,7 +30,7 @@ def run_steps(request, function):
     """Run the reader's step once for each number of micro-batches, on fresh gradients."""
     dist.init_process_group("gloo")
     rank, p, chunks = dist.get_rank(), dist.get_world_size(), request["chunks"]
-    between = dist.new_group()  # a barrier of the reader's never meets one of another group
+    between = dist.new_group()  # the reader's barriers cannot meet this group's
     for number, m in enumerate(request["microbatches"]):
         tokens, targets = my_pipeline.batch(number, 2 * m)
         parts = tokens.chunk(m), targets.chunk(m)
@@ -51,7 +51,7 @@ def run_steps(request, function):
 
 
 def backward_input(stage, k, held, sends, begin=zb_h1.backward_input):
-    """In place of the one of zb_h1.py: also reports when the half for the weights runs."""
+    """Replaces that of zb_h1.py: it also reports when the half for the weights runs."""
     later = begin(stage, k, held, sends)
 
     def run():
@@ -103,8 +103,8 @@ def flat_gradient(stage):
 class Observer:
     """Reports every forward and backward of `stage` with its micro-batch.
 
-    It looks at the input of the stage's first part and at the output of its last one: so it does
-    not matter whether the reader calls the stage, its method `forward`, or its parts.
+    It observes the input of the stage's first part and the output of its last part, so the reader
+    may call the stage, its method `forward`, or its parts.
     """
 
     def __init__(self, stage, index, reference, halves):
@@ -123,7 +123,7 @@ class Observer:
         self.last, stage[-1].forward = stage[-1].forward, self.after
 
     def before(self, tensor):
-        """In place of the forward of the stage's first part."""
+        """Replaces the forward of the stage's first part."""
         k, factor = which(tensor.detach(), self.reference.inputs[self.index])
         asks = self.index == 0 or tensor.requires_grad
         used = [j for j in self.inputs if j not in self.done and alive(self.inputs[j])]
@@ -136,12 +136,12 @@ class Observer:
         return self.first(tensor)
 
     def inside(self, _, arguments):
-        """A hook: what this layer gets is in memory as long as the graph can run a backward."""
+        """A hook on a layer whose input is in memory as long as the graph can run a backward."""
         self.graphs[self.current] = weakref.ref(arguments[0])
 
     def after(self, tensor):
-        """In place of the forward of the stage's last part."""
-        output = self.last(tensor)  # a stage of one part begins with this
+        """Replaces the forward of the stage's last part."""
+        output = self.last(tensor)  # calls `before` if the stage has one part
         k = self.current
 
         def on_gradient(gradient):
@@ -202,7 +202,7 @@ def result_of(returned, stages, rank, p, reference):
     for c, stage in enumerate(stages):
         wanted = reference.weights[rank + c * p]
         found = flat_gradient(stage)
-        known = found.nan_to_num(1e30, 1e30, -1e30)  # memory that nothing was received into
+        known = found.nan_to_num(1e30, 1e30, -1e30)  # nan: no message was received
         parts = torch.linalg.lstsq(wanted, known[:, None]).solution
         rest = (wanted @ parts - found[:, None]).abs().max() / wanted.abs().max()
         gradients.append(

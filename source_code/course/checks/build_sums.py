@@ -15,7 +15,7 @@ REVERSED = from_csv(  # on stages 2 and 3 alone
     "0F0,0F1,2F0,2F1,2B1,2B0,0B0,0B1\n1F0,1F1,3F0,3F1,3B1,3B0,1B0,1B1",
     "backwards in reverse order",
 )
-TWO_PIPELINES = replicate(interleaved_1f1b(2, 4, 2), 2)  # as on ranks; the second's are 4 to 7
+TWO_PIPELINES = replicate(interleaved_1f1b(2, 4, 2), 2)  # stages 4 to 7 are the second's
 PLAYED = [one_f_one_b(4, 8), TWO_PIPELINES, zb_h1(4, 8), REVERSED]
 
 

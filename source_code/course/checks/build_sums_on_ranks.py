@@ -54,7 +54,7 @@ class HookedSums(AllReduce):
 
     @contextmanager
     def around(self, action):
-        """A context for each action: the hook follows it."""
+        """A context for each action, after which the hook is called."""
         yield
         self.after(action, self.order, lambda stage: self.start(stage))
 

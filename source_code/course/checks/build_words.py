@@ -113,7 +113,7 @@ class Words(TransportWords):
                     )
 
     def _memory(self, events):
-        """The sentence about what a rank keeps longer than its schedule needs it, or None."""
+        """The sentence on what a rank keeps longer than its schedule needs; or None."""
         for rank, done in enumerate(events):
             for event in done:
                 case = f"the gradients are right, but when rank {rank} takes {name_of(event)}, "

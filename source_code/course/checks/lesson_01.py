@@ -73,7 +73,7 @@ def backward_in_two_pieces(gradients_by_hand):
 def watch(stage):
     """A list that gets (tensor, whether it asks for a gradient) in each forward of `stage`.
 
-    It does not matter whether the reader calls the stage or its method `forward`.
+    The reader may call the stage or its method `forward`.
     """
     import torch
 
@@ -82,10 +82,10 @@ def watch(stage):
     def watched(*arguments, **more):
         tensor = next(iter([*arguments, *more.values()]), None)
         is_activation = torch.is_tensor(tensor) and tensor.is_floating_point()
-        if is_activation and torch.is_grad_enabled():  # what is only looked at crosses no cut
+        if is_activation and torch.is_grad_enabled():  # an input under no_grad crosses no cut
             received.append((tensor, tensor.requires_grad))
             if tensor.requires_grad:
-                tensor.retain_grad()  # of an output of the first stage, to see a backward into it
+                tensor.retain_grad()  # shows whether a backward goes on into the first stage
         return forward(*arguments, **more)
 
     stage.forward = watched
@@ -93,7 +93,7 @@ def watch(stage):
 
 
 def complaint_of_cut(received, crossed):
-    """The sentence about what the second stage got, which is not what has crossed; or None."""
+    """The sentence on an input of the second stage that is not the tensor `crossed`; or None."""
     if not received:
         return "the second stage was not called: second(received) gives its scores"
     asks = [asked for tensor, asked in received if tensor is crossed]

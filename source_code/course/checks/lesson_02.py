@@ -38,7 +38,7 @@ def own_gpipe(rows):
                 )
 
 
-# Bubbles that can be met exactly are binary fractions: no way to write the formula rounds them.
+# Bubbles that can be met exactly are binary fractions, which no form of the formula rounds.
 CASES = [(5, 0.25), (4, 0.125), (8, 0.3), (2, 0.5), (1, 0.1), (32, 0.0625)]
 
 

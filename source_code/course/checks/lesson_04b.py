@@ -12,7 +12,7 @@ def best_cut(cut):
 
     `seconds` has one number per layer. The answer is compared with all possible cuts.
     """
-    even = filled = True  # so far: as many layers each; one stage filled after the other
+    even = filled = True  # so far: equally many layers; stage after stage filled to the average
     for seconds, num_stages in (
         ([2, 2, 2, 2, 2, 2, 2, 2], 4),
         ([1, 1, 1, 1, 1, 7], 3),
@@ -87,7 +87,7 @@ def spare_ranks(ranks):
     `seconds` has one number per stage. A stage takes its seconds divided by its ranks, which is the
     planner's estimate.
     """
-    even = True  # so far: as many ranks each
+    even = True  # so far: equally many ranks
     for seconds, num_ranks in (
         ([60, 30, 30], 4),
         ([30, 60, 20], 6),

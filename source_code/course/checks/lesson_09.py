@@ -9,7 +9,7 @@ from pipeline.schedules import one_f_one_b, zb_h1
 from pipeline.schedules.legal import check_legal
 
 EQUAL = Costs(forward=1, backward=2, backward_weight=1)
-ROUNDED = 1e-4  # most difference of a gradient that was a float32
+ROUNDED = 1e-4  # largest difference of a gradient that was a float32
 TOO_FEW_DIGITS = "has too few digits: was it rounded to float32 on the way?"
 
 TOO_EARLY = (
@@ -86,7 +86,7 @@ def watched_half(input_half, gradient, inputs, weight, deferred):
 
 
 def is_summand(tensor, gradient):
-    """Whether a tensor is the gradient of the weight, transposed or not, or its summands."""
+    """Whether a tensor is the weight's gradient, transposed or not, or has its summands."""
     if tensor.dim() < 2 or not tensor.is_floating_point():
         return False
     whole = tensor.detach().reshape(-1, *tensor.shape[-2:]).sum(0)
@@ -97,7 +97,7 @@ def is_summand(tensor, gradient):
 
 
 def is_product(input_half, gradient, inputs, weight):
-    """Whether `input_half` computes or stores something that doubles with g and also with x."""
+    """Whether `input_half` computes or stores a tensor that doubles with g and also with x."""
     made = []
     for of_gradient, of_inputs in ((1, 1), (2, 1), (1, 2)):
         deferred = []
@@ -133,12 +133,12 @@ def _half_of_weights(weight_half, weight, deferred, wanted, k):
     try:
         weight_half(deferred)
         again = weight.grad.clone()
-        if deferred:  # an emptied list cannot count twice, and a second half may rely on an entry
+        if deferred:  # not with an emptied list, whose first entry the half may need
             weight_half(deferred)
     except Exception as error:
         raise WrongAnswer(f"weight_half raised {type(error).__name__}: {error}") from None
     twice = not torch.equal(again, weight.grad)
-    weight.grad.copy_(again)  # in its place, which the reader may have stored
+    weight.grad.copy_(again)  # in place, because the reader may have stored this tensor
     if weight.grad.shape != wanted[k].shape or not weight.grad.any():
         return "after the second half the weight still has no gradient of its own shape"
     if k == 0 and (again - wanted[0]).abs().max() <= 1e-12:

@@ -56,7 +56,7 @@ def split_loss(function):
 
 
 def complaint_of(report):
-    """The error in the loss, else the error in the gradient, as a sentence, or None."""
+    """The error in the loss, or if there is none that in the gradient, as a sentence; or None."""
     loss, losses = report["loss"], report["losses"]
     if loss is None:
         return "the loss is not one number"
@@ -109,7 +109,7 @@ CASES = [
     (24, 9.13, 4),
     (24, 9.13, 8),
     (5, 0.1, 5),
-    (11, 2.25, 4),  # nor is that share rounded up
+    (11, 2.25, 4),  # the rounded-up share is not the best either
 ]
 
 

@@ -89,7 +89,7 @@ def losses_that_might_be(whole, targets, first, last):
 
 
 def compare(gradient, right, whole, targets, first, last):
-    """Classify the gradient: "right", "times" a factor, right except for one part, or "else"."""
+    """Classify the gradient: [a word, then what its sentence needs]; "else" if nothing fits."""
     if gradient.shape != right.shape:
         return ["shape", list(gradient.shape), list(right.shape)]
     count = len(targets)

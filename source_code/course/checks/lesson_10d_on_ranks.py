@@ -16,7 +16,7 @@ from extensions.experts.expert_group import ExpertGroup
 from pipeline.job import Job
 
 RANKS = 0, 1
-ROUNDED = 1e-6  # most difference of a number that was a float32
+ROUNDED = 1e-6  # largest difference of a number that was a float32
 
 
 class Case(NamedTuple):
@@ -32,9 +32,9 @@ class Case(NamedTuple):
         return sum(map(len, self.losses))
 
 
-# Each rank sends other numbers of rows than it receives. In the second case every size is another,
-# as a function may have kept those of its first call, and rank 0 has no tokens for expert 0. In the
-# last one, nobody has any for expert 1.
+# Each rank sends other numbers of rows than it receives. In the second case all sizes are different,
+# because a function may have kept those of its first call; rank 0 has no tokens for expert 0. In the
+# last case, no rank has tokens for expert 1.
 CASES = (
     Case(([1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 0]), ([1.1, 1.5, 2.0], [1.25]), 4),
     Case(([1, 1, 1, 1], [1, 0, 0, 1, 1, 0, 1]), ([0.7], [1.3, 0.9]), 3),
@@ -76,7 +76,7 @@ def run_layer(job, reader, case):
         return {"wrong": f"the results have the shape {list(mixed.shape)}, not {list(x.shape)}"}
     if share.numel() != 1:
         return {"wrong": "the share of the loss is not a single number"}
-    # Both ranks run the same backward, also where nothing leads back to their own tokens.
+    # Both ranks run the same backward, also if the results do not depend on a rank's tokens.
     ((mixed * slope[rank]).sum() + share + 0 * sum(leaf.sum() for leaf in leaves)).backward()
     right, unusual, gradients = one_process(case)
     right_share = losses.sum() / case.sequences
@@ -117,7 +117,7 @@ def drawn(case):
 
 
 def one_process(case):
-    """The results of both ranks' tokens, those if the weights multiplied what goes into the experts,
+    """The results of both ranks' tokens, the results if the weights multiplied the experts' inputs,
     and the gradients, with both experts in one process."""
     tokens, weights, experts, slope = drawn(case)
     leaves = {"x": tokens, "weight": weights, "expert": experts}

@@ -6,7 +6,7 @@ from course.checks.answer import call, checked
 
 
 class RoundAndRound(RecursionError):
-    """Raised when a function follows a cycle of waits without end; it may catch that, as Python's."""
+    """Raised in a function that follows a cycle of waits without end; it may catch this error."""
 
 
 class Waits(dict):
@@ -44,7 +44,7 @@ def to_blame(blame):
     `waits` maps each rank to the rank that it waits for, or to None if it does not wait.
     """
     for waits, right in HANGS:
-        with endless_loops_ended():  # which a copy of `waits` does not count
+        with endless_loops_ended():  # a copy of `waits` does not count its reads
             answer = call(blame, Waits(waits))
         if answer == right:
             continue

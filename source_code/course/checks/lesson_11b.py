@@ -24,7 +24,7 @@ def decode_loop(decode):
 
 
 def wrong_decoding(decode, ranks, groups, count):
-    """The error in the texts of so many groups, or in the number under way, or None."""
+    """The error in the texts of `groups` groups, in what is under way or kept back; or None."""
     from course.checks.lesson_11b_on_ranks import texts_of_one_process
 
     request = request_of(decode, program=PROGRAM, groups=groups, count=count)
@@ -95,7 +95,7 @@ def fewest_until_the_last_forward(did, groups):
 
 
 def kept_back(rank, did):
-    """What a rank still holds when it receives something else, before its last send, or None."""
+    """What a rank still holds when it waits for the next message, before its last send; or None."""
     calls = dict.fromkeys(("receive", "forward", "send"), 0)
     sends = [place for place, (what, _) in enumerate(did) if what == "send"]
     for what, _ in did[: max(sends, default=0)]:

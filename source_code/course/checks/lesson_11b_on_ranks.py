@@ -60,7 +60,7 @@ class Tools:
         return choose(output[0], group, start + 1) if self.stage.is_last else output
 
     def send(self, x, destination):
-        """Send `x` to rank `destination`, which must have the next stage, or the first one."""
+        """Send `x` to rank `destination`: the next rank, or rank 0 from the last rank."""
         following = (self.rank + 1) % self.num_ranks
         if destination != following:
             raise ValueError(
@@ -72,7 +72,7 @@ class Tools:
         self.sent.append(dist.isend(tensor.clone(), destination))
 
     def receive(self, source):
-        """Receive from rank `source`: a token from the last rank, else an activation."""
+        """Receive from rank `source`: a token on rank 0, an activation on the other ranks."""
         before = (self.rank - 1) % self.num_ranks
         if source != before:
             raise ValueError(

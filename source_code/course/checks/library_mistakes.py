@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the mistake that explains the losses printed by a program with the library (lesson 08).
 
-Each typical mistake is trained here in one process. The program makes the mistake whose losses it
-has printed.
+Each typical mistake is made here in a training run of one process. If the program has printed the
+losses of a mistake, it makes that mistake.
 """
 
 from functools import cache
@@ -93,7 +93,7 @@ def losses_of(
     still=None,
     held_out=None,
 ):
-    """The losses of `steps` steps in one process, and that of the batch `held_out` or the next one.
+    """The losses of `steps` steps in one process, and then that of `held_out` or the next batch.
 
     The weights of the stage with the number `still` never change.
     """

@@ -70,7 +70,7 @@ _judge = checked(_praise, "puzzle")(complaint_of)
 
 
 def schedule_of(number, answer):
-    """The answer as a legal Schedule of the puzzle's size. Raises NotAttempted or WrongAnswer."""
+    """The answer as a legal Schedule for the puzzle. Raises NotAttempted or WrongAnswer."""
     if answer is ...:
         raise NotAttempted
     if answer is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The puzzles of lesson 12, as data: the given sizes and costs, the target, the best known result.
+"""The puzzles of lesson 12 as data: their sizes, costs, target and best known result.
 
 The best results come from exact_search.py; the tests compute them again.
 """

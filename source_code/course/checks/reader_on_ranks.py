@@ -11,7 +11,7 @@ from course.checks.build_words import Words
 def perform(request, num_ranks):
     """Run a request (see on_ranks.py); return what each rank has reported.
 
-    Raises WrongAnswer with the sentence about what kept the ranks from their end.
+    Raises WrongAnswer with the sentence about what kept the ranks from reaching their end.
     """
     observed = examine(request, num_ranks)
     if complaint := Words(observed, request).transport():

@@ -30,7 +30,7 @@ def time_machine(recording, compare=None, step=None, tolerance=0.0):
     """The panel, for the last line of a cell.
 
     `recording` and `compare` are folders that --record wrote, or results of `read_recording`.
-    `step` is shown first; without it, the step of the first difference, else the last step.
+    `step` is shown first; its default is the step of the first difference, or else the last step.
     `tolerance` is that of `compare` in flight_log_comparing.py. Raises RecordingError if a folder
     has no recording.
     """

@@ -42,8 +42,8 @@ def explore(
     """The panel, for the last line of a cell. All arguments can be changed in it afterwards.
 
     `schedule` is a name such as "1f1b" or a Schedule; `compare`, a name or a Schedule, is drawn
-    below it on the same scale. `chunks` is the number of stages per rank, for schedules that can
-    choose it. `forward` and `backward` are the milliseconds that all layers of a rank take for one
+    below it on the same scale. `chunks` is the number of stages per rank, for schedules that leave
+    it open. `forward` and `backward` are the milliseconds that all layers of a rank take for one
     micro-batch, whatever the number of stages, so that the same model is compared. `weight` is the
     part of the backward that a split backward does later, by default half of it. `transfer` is the
     latency of a message in milliseconds. `occupancy` is the milliseconds for which a message
@@ -79,7 +79,7 @@ class Explorer(Shown):
 
     @property
     def view(self):
-        """The view that is stored: with `sizes` that of memory and time, else the timelines."""
+        """The view that is stored: memory and time if there are `sizes`, otherwise the timelines."""
         view = View(self.settings, self.longest_path)
         if self.sizes is None or view.refusal:
             return view
@@ -212,7 +212,7 @@ def _dropdown(description, options, value):
 
 
 def _slider(name, value):
-    """A slider of SLIDERS or SIZE_SLIDERS, which goes on to `value` if that lies beyond its ends."""
+    """A slider of SLIDERS or SIZE_SLIDERS, which extends to `value` if that is beyond its ends."""
     description, least, most, step = (SLIDERS | SIZE_SLIDERS)[name]
     limits = {"min": min(least, value), "max": max(most, value), "step": step}
     if name in ("ranks", "microbatches", "chunks"):

@@ -24,8 +24,8 @@ from lab.timeline import Timeline
 from pipeline.schedule import KINDS, Schedule, ScheduleError
 from pipeline.schedules import SCHEDULES, build_schedule
 
-# How the work of a batch can be spread over its micro-batches: the work of number i of m, before it
-# is scaled so that the work of the whole batch is the same with every choice.
+# How the work of a batch can be spread over its micro-batches: the work of micro-batch i of m. This
+# is then scaled, so that the work of the whole batch is the same with every choice.
 WORK = {
     "equal": lambda i, m: 1,
     "one long, first": lambda i, m: 3 if i == 0 else 1,
@@ -82,7 +82,7 @@ class Prediction:
 class View:
     """Everything that is shown for some Settings, as SVG and HTML text, without widgets.
 
-    `refusal` is the sentence shown in place of the picture if there is nothing to draw, else "".
+    `refusal` is the sentence shown in place of the picture if there is nothing to draw, or "".
     With `longest_path` the pictures show a longest path, and `reasons` is not empty.
     """
 
@@ -343,7 +343,7 @@ def tell_wait(wait, timeline):
 
 
 def tell_held(held):
-    """The number of (stage, micro-batch) pairs, and their list; several stages are named."""
+    """The number of (stage, micro-batch) pairs, and their list, by stage if it has several."""
     stages = {stage: [m for _, m in pairs] for stage, pairs in groupby(held, lambda pair: pair[0])}
     if not stages:
         return "none"

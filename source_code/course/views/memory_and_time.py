@@ -274,7 +274,7 @@ class MemoryAndTime:
 
 
 def own_size(choice, name):
-    """The size that a given Schedule fixes in place of slider `name`; None if the slider counts."""
+    """The size that a given Schedule fixes in place of slider `name`; None if the slider applies."""
     if isinstance(choice, str) or name not in ("ranks", "microbatches", "chunks"):
         return None
     stages_per_rank = choice.num_stages // choice.num_ranks

@@ -50,7 +50,7 @@ KEYS_AND_NAMES = (
     "panel.querySelector('.pipeline-explorer-now')?.setAttribute('aria-live', 'polite'); }"
     '">'
 )
-PLAYED = 20_000  # milliseconds that playing a whole schedule takes, about
+PLAYED = 20_000  # approximate milliseconds for playing a whole schedule
 NARROWEST = "760px"  # below this width the picture's text is smaller than 9 pt
 
 

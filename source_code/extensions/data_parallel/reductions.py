@@ -20,8 +20,8 @@ def check_reduction(arguments, schedule):
     """Reject unsupported combinations of flags. Returns the schedule that will be performed."""
     if arguments.reduce == "ddp" and "I" in schedule.kinds:
         raise SystemExit(
-            f"--reduce ddp with --schedule {arguments.schedule}: a backward in two halves passes "
-            "by the hooks of DDP, which would sum nothing and say nothing; use all-reduce or fsdp2"
+            f"--reduce ddp with --schedule {arguments.schedule}: a backward in two halves never calls "
+            "DDP's hooks, so DDP would sum nothing and raise no error; use all-reduce or fsdp2"
         )
     if arguments.reduce == "fsdp2" and getattr(arguments, "record", None):
         raise SystemExit(

@@ -91,7 +91,7 @@ class Experts(nn.Module):
         sent = counts.view(group.size, own).sum(1).tolist()
         arriving = group.exchange_counts(counts)  # (ranks, own experts)
         received = arriving.sum(1).tolist()
-        arrived = group.exchange(rows, sent, received)  # rank by rank, and within by expert
+        arrived = group.exchange(rows, sent, received)  # sorted by rank, then by expert
         pieces = arrived.split(arriving.flatten().tolist())
         results = [None] * len(pieces)
         for place, expert in enumerate(self.experts.values()):

@@ -81,7 +81,7 @@ def own_rows_of(tokens, first, count):
 
 
 class ShareOfSplitLoss:
-    """As padding.ShareOfLoss, from scores of which each rank of `group` has a part.
+    """Like padding.ShareOfLoss, for scores of which each rank of `group` has a part.
 
     The cross-entropy of a token is log(sum of exp(scores)) - score of the target. Three small
     collectives bring the parts together: the largest score, the sum, and the target's score.

@@ -27,7 +27,7 @@ def build_stages(arguments, job, cut):
 
 
 def cut_by_hand(arguments, job, cut, index):
-    """Stage `index`: the whole model laid out without memory, and all but this stage deleted."""
+    """Build stage `index`: lay out the whole model without memory, then delete all other stages."""
     config, (first, last) = arguments.config, cut[index]
     with torch.device("meta"):
         part = ModelPart(config, 0, config.layers)

@@ -7,10 +7,10 @@ LINE_END = 10  # the byte; two in a row end a paragraph
 
 
 def keywords_of(arguments, inputs):
-    """What every stage takes besides its activation: the mask, where --documents asks for one.
+    """Return what every stage takes besides its activation: a mask if --documents asks for one.
 
-    Each rank makes it from the tokens, which all ranks have: keyword arguments do not travel. The
-    library cuts them in micro-batches along their first dimension, as it does the inputs.
+    Each rank makes the mask from the tokens, which all ranks have: keyword arguments are not sent.
+    The library cuts them into micro-batches along their first dimension, as it does the inputs.
     """
     return {"mask": paragraph_mask(inputs)} if arguments.documents else {}
 

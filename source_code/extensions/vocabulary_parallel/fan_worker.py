@@ -47,13 +47,13 @@ class FanWorker(Worker):
             self.give(action, gradient)
 
     def give(self, action, tensor):
-        """Hand what `action` made to all that take it: each the whole, of the loss its own part."""
+        """Pass `action`'s result to each taker: all of it, or its part of the loss's gradient."""
         takers = self.schedule.takers_of(action)
         parts = tensor.unbind() if action.stage == self.loss_stage else [tensor] * len(takers)
         of_taker = dict(zip(takers, parts))
         for route in self.routes_after[action]:
             self.send(action, of_taker.pop(route.consumer_stage), self.named(route))
-        for part in of_taker.values():  # of a stage of this rank: there is one at most
+        for part in of_taker.values():  # for a stage of this rank, at most one
             self.results[message_of(action)] = part
 
     def receive(self, source, message):

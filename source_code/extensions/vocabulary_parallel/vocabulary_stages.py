@@ -40,7 +40,7 @@ class HeadRows(nn.Module):
 
 
 class JoinedLoss(nn.Module):
-    """What all ranks have found, (ranks, 3, batch, length), to the loss of each token."""
+    """Computes each token's loss from the sums of all ranks, (ranks, 3, batch, length)."""
 
     def forward(self, found):
         largest_of_rank, total, of_target = found.unbind(1)
@@ -60,10 +60,10 @@ class ScoresStage(Stage):
 
 
 def softmax_sums(scores, targets, first):
-    """(3, batch, length) of scores (batch, length, rows), whose rows start with token `first`.
+    """Return (3, batch, length) from scores (batch, length, rows) of the tokens from `first` on.
 
-    The largest score, which counts as a constant, the sum of exp(score - largest), and the target's
-    score where its row is here, else 0. At least float32: of bfloat16 no sum can be made.
+    These are the largest score, as a constant, the sum of exp(score - largest), and the target's
+    score, 0 if its row is elsewhere. They are at least float32: a sum in bfloat16 is too coarse.
     """
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     largest = scores.detach().max(-1).values
