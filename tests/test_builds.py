@@ -132,6 +132,21 @@ def test_a_partial_or_an_object_is_right_if_it_has_a_name(case, tmp_path, capsys
         assert "a cell defines by name" in capsys.readouterr().out
 
 
+def test_a_hint_of_what_no_rank_has_changes_nothing(tmp_path, capsys):
+    hint = "def naive_step(stage: Nowhere, tokens, targets) -> Loss:"
+    text = SOLUTIONS["naive_step"].replace("def naive_step(stage, tokens, targets):", hint)
+    whole = f"from __future__ import annotations\n{PARTS[0]}\n\n{text}"
+    path = tmp_path / "hinted.py"
+    path.write_text(whole)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    build.naive_step(module.naive_step)
+    assert capsys.readouterr().out.startswith("Right: ")
+    own = own_file.assemble([request_of(module.naive_step)])
+    assert hint in own and len(losses_of(tmp_path, own, "naive", 2)) == 4
+
+
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_nonsense_gets_a_sentence_and_a_stub_is_not_attempted(name, tmp_path, capsys):
     check = CHECKS[name]
