@@ -159,6 +159,9 @@ def test_nonsense_gets_a_sentence_and_a_stub_is_not_attempted(name, tmp_path, ca
 
 
 def test_a_place_that_is_still_open_is_named_by_its_line(tmp_path, capsys):
+    half = ("dist.isend(2 * received, 0).wait()", "...")
+    said = answer_to(tmp_path, capsys, "there_and_back", half)
+    assert said == "Not yet: line 9 of there_and_back still has its ..."
     text = "dist.isend(inputs.grad, rank - 1).wait()"
     said = answer_to(tmp_path, capsys, "naive_step", (text, "..."))
     assert said == "Not yet: line 19 of naive_step still has its ..."
