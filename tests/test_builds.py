@@ -199,6 +199,8 @@ WRONG = {
     ],
     "naive_step": [
         ([("        inputs.requires_grad_()\n", "")], "call requires_grad_() on what arrived"),
+        ([("stage(inputs)", "stage(tokens)")], "does the stage get what has arrived"),
+        ([("loss_of(output, targets)", "loss_of(targets, output)")], "loss_of(scores, targets)"),
         ([("inputs.grad", "output.grad")], "a computed one, such as a stage's output, has none"),
         (
             [("        dist.irecv(gradient, rank + 1).wait()\n", "")],
@@ -236,6 +238,8 @@ WRONG = {
     "gpipe_step": [
         ([(" / len(inputs)", "")], "5 times too large: each micro-batch counts as a whole batch"),
         ([(" / len(inputs)", " / len(inputs) ** 2")], "it is divided by 5 twice"),
+        ([("targets[k]", "targets")], "inputs[k] is that of micro-batch k"),
+        ([("targets[k]", "targets[0]")], "than that of one process; this rank has the loss: of which scores and which targets is it?"),
         ([("sum(shares) if", "torch.tensor(sum(shares)).item() if")], "was it rounded to float32 on its way?"),
         (
             [("    if stage.previous is not None:\n        activation =",

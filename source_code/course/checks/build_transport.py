@@ -67,6 +67,13 @@ STEP_HINTS = CELL_HINTS | {
     ),
     "'tuple' object has no attribute 'detach'": PER_MICROBATCH,
     "'tuple' object has no attribute 'shape'": PER_MICROBATCH,
+    "'tuple' object has no attribute 'flatten'": PER_MICROBATCH,
+    "shapes cannot be multiplied": (
+        "does the stage get what has arrived, with a last dimension of DIM?"
+    ),
+    "log_softmax_lastdim_kernel_impl\" not implemented for 'Long'": (
+        "the scores come first, as in loss_of(scores, targets)"
+    ),
     "'int' and 'NoneType'": (
         "forward returns a share of the loss on the last stage, and None elsewhere"
     ),
