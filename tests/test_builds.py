@@ -132,6 +132,21 @@ def test_a_partial_or_an_object_is_right_if_it_has_a_name(case, tmp_path, capsys
         assert "a cell defines by name" in capsys.readouterr().out
 
 
+def test_a_hint_of_what_no_rank_has_changes_nothing(tmp_path, capsys):
+    hint = "def naive_step(stage: Nowhere, tokens, targets) -> Loss:"
+    text = SOLUTIONS["naive_step"].replace("def naive_step(stage, tokens, targets):", hint)
+    whole = f"from __future__ import annotations\n{PARTS[0]}\n\n{text}"
+    path = tmp_path / "hinted.py"
+    path.write_text(whole)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    build.naive_step(module.naive_step)
+    assert capsys.readouterr().out.startswith("Right: ")
+    own = own_file.assemble([request_of(module.naive_step)])
+    assert hint in own and len(losses_of(tmp_path, own, "naive", 2)) == 4
+
+
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_nonsense_gets_a_sentence_and_a_stub_is_not_attempted(name, tmp_path, capsys):
     check = CHECKS[name]
@@ -144,6 +159,9 @@ def test_nonsense_gets_a_sentence_and_a_stub_is_not_attempted(name, tmp_path, ca
 
 
 def test_a_place_that_is_still_open_is_named_by_its_line(tmp_path, capsys):
+    half = ("dist.isend(2 * received, 0).wait()", "...")
+    said = answer_to(tmp_path, capsys, "there_and_back", half)
+    assert said == "Not yet: line 9 of there_and_back still has its ..."
     text = "dist.isend(inputs.grad, rank - 1).wait()"
     said = answer_to(tmp_path, capsys, "naive_step", (text, "..."))
     assert said == "Not yet: line 19 of naive_step still has its ..."
@@ -181,6 +199,8 @@ WRONG = {
     ],
     "naive_step": [
         ([("        inputs.requires_grad_()\n", "")], "call requires_grad_() on what arrived"),
+        ([("stage(inputs)", "stage(tokens)")], "does the stage get what has arrived"),
+        ([("loss_of(output, targets)", "loss_of(targets, output)")], "loss_of(scores, targets)"),
         ([("inputs.grad", "output.grad")], "a computed one, such as a stage's output, has none"),
         (
             [("        dist.irecv(gradient, rank + 1).wait()\n", "")],
@@ -218,6 +238,8 @@ WRONG = {
     "gpipe_step": [
         ([(" / len(inputs)", "")], "5 times too large: each micro-batch counts as a whole batch"),
         ([(" / len(inputs)", " / len(inputs) ** 2")], "it is divided by 5 twice"),
+        ([("targets[k]", "targets")], "inputs[k] is that of micro-batch k"),
+        ([("targets[k]", "targets[0]")], "than that of one process; this rank has the loss: of which scores and which targets is it?"),
         ([("sum(shares) if", "torch.tensor(sum(shares)).item() if")], "was it rounded to float32 on its way?"),
         (
             [("    if stage.previous is not None:\n        activation =",

@@ -377,6 +377,15 @@ def the_tokens_for_the_second_stage(first, second, tokens, targets):
     return received
 
 
+def handed_back_twice(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach().requires_grad_()
+    token_loss(second(received), targets).backward()
+    output.backward(received.grad, retain_graph=True)
+    output.backward(received.grad)
+    return received
+
+
 def without_a_graph(first, second, tokens, targets):
     with torch.no_grad():
         received = first(tokens)
@@ -400,12 +409,13 @@ def without_backward(first, second, tokens, targets):
         (without_handing_back, "output.backward(gradient)"),
         (without_cutting, "detach() what is sent"),
         (with_another_gradient, "must go on from the gradient that came back"),
+        (handed_back_twice, "gradient that came back, once"),
         (without_backward, "run the backward of the loss"),
         (half_a_stub, "raised AttributeError: 'ellipsis' object"),
         (the_tokens_for_the_second_stage, "not implemented for 'Long'"),
         (without_a_graph, "what detach() or no_grad() makes leads to no weights"),
         (in_float32, "was a tensor rounded to float32 on its way?"),
-        (with_two_backwards, "a backward of the loss gives it, one only"),
+        (with_two_backwards, "a backward of token_loss(scores, targets) gives it, one only"),
         (without_a_gradient, "output.backward(received.grad)"),
         (asking_too_late, "before the second stage gets it"),
         (cutting_the_output_itself, "detach_() cuts the output itself"),

@@ -219,6 +219,8 @@ def test_choices_wants_every_pair_in_a_dictionary(capsys):
         (gpus(factor=6.0), "6 T P"),
         (gpus(to_nodes=lambda n: math.ceil(n / 8)), "which is the number of nodes"),
         (gpus(seconds=24), "a day has 86400 seconds"),
+        (gpus(seconds=1440), "a day has 86400 seconds, and 34 days have 2937600"),
+        (gpus(factor=1.0), "or the 8 of 8 T P is missing"),
         (gpus(to_nodes=lambda n: 8 * math.floor(n / 8)), "a node too few"),
         (gpus(to_nodes=lambda n: 8 * round(n / 8)), "a node too few"),
         (gpus(to_nodes=lambda n: 8 * (n // 8 + 1)), "you say 136, a node too many: 128 GPUs"),

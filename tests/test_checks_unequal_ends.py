@@ -53,6 +53,18 @@ WRONG = {
         changed('all_reduce(scores.max(1).values, "max")', "scores.max(1).values"),
         ["rank 0 the loss", "exponentials above different scores"],
     ),
+    "its own maximum, also for the target": (
+        changed(
+            "    exponentials =",
+            "    scores, largest = scores - scores.max(1).values[:, None], 0 * largest\n"
+            "    exponentials =",
+        ),
+        ["rank 0 the loss", "exponentials above different scores"],
+    ),
+    "the maximum is not added again": (
+        changed("total.log() + largest", "total.log()"),
+        ["the largest score is subtracted from the exponentials alone"],
+    ),
     "one maximum for all positions": (
         changed(
             'all_reduce(scores.max(1).values, "max")',

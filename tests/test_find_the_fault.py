@@ -333,11 +333,13 @@ def test_a_share_of_the_loss_may_use_what_only_a_tensor_has(capsys, tmp_path):
     assert answer == f"Right: {check.CASES[2].cured}"
 
 
-def test_a_repair_may_be_a_partial_of_that_name(capsys, tmp_path):
-    text = """from functools import partial
+def test_a_repair_may_be_a_partial_of_that_name_with_hints_of_what_no_rank_has(capsys, tmp_path):
+    text = """from __future__ import annotations
+
+from functools import partial
 
 
-def share(of, mean_loss, num_microbatches):
+def share(of: Nowhere, mean_loss, num_microbatches):
     return of * mean_loss / num_microbatches
 
 

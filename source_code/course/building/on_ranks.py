@@ -7,6 +7,8 @@ the reader's functions. `seconds` limits its processor time, and `strict` choose
 messages start (messages.py). The program sends what the check needs as "report" events.
 """
 
+from __future__ import annotations  # compile() does the same: no hint of a reader's is looked up
+
 import importlib
 import json
 import sys

@@ -52,6 +52,8 @@ def assemble(requests):
     two lessons may have one name.
     """
     text = read_source(MODEL)
+    if requests:  # as on the ranks of a check, a hint may name what the file does not have
+        text = text.replace("\n\nimport ", "\n\nfrom __future__ import annotations\n\nimport ", 1)
     for request in requests:
         exercise = _place_of(request)
         lines = [line for line in request["imports"] if line not in text.splitlines()]

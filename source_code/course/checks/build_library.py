@@ -76,9 +76,15 @@ def other_use(used):
             )
 
 
-def wrong_number_of_stages(ranks):
-    """The end of a sentence about stages that no rank makes, or None."""
+def wrong_stages(ranks):
+    """The end of a sentence about stages of another rank, or that no rank makes, or None."""
     made = [[each["stage"] for each in rank.reports if "stage" in each] for rank in ranks]
+    for rank, stages in enumerate(made):
+        if len(stages) == 1 and stages[0][0] != rank:
+            return (
+                f" rank {rank} makes its stage with the index {stages[0][0]!r}: with one stage per "
+                f"rank, the index is the rank, from 0 to {len(ranks) - 1}"
+            )
     numbers = {index for stages in made for index, _ in stages}
     for index, announced in sum(made, []) if all(made) else []:
         if announced != len(numbers):
@@ -170,7 +176,7 @@ def printed_by(name, text, num_ranks, replaced=None):
     request["replaced"] = [[STEPS, replaced]] if replaced else []
     observed = examine(request, num_ranks, show=False)
     if complaint := Words(observed, request).transport():
-        complaint = wrong_number_of_stages(observed.ranks) or f": {complaint}"
+        complaint = wrong_stages(observed.ranks) or f": {complaint}"
         raise WrongAnswer(f"on {num_ranks} ranks{complaint}")
     output, used = observed.printed, [rank.reports[-1] for rank in observed.ranks]
     steps = re.findall(r"^step +(\d+) +loss +(\S+) *$", output, re.MULTILINE)

@@ -41,8 +41,19 @@ CELL_HINTS = HINTS | {
         "function uses, and nothing else"
     ),
 }
+AT_MOST_16 = "a batch has 16 texts, so it has at most 16 micro-batches"
 OF_A_FILE = {
-    "is not defined": "a file can use only what it imports and defines itself, and no name of your cells"
+    "is not defined": "a file can use only what it imports and defines itself, and no name of your cells",
+    "smaller than num_chunks": AT_MOST_16,
+    "_mbs but got 16": AT_MOST_16,
+    "scalar types: Long, Int": (
+        "only the first stage gets tokens, and what this rank's module begins with wants tokens, too"
+    ),
+    "not compiled with CUDA enabled": "a stage's device is that of its module, which is on the CPU",
+    "'list' object has no attribute 'num_stages'": "with one stage per rank, a schedule takes no list",
+    "'PipelineStage' object is not subscriptable": (
+        "a schedule with several stages per rank takes a list of them"
+    ),
 }
 PER_MICROBATCH = (
     "inputs and targets have one element per micro-batch, and inputs[k] is that of micro-batch k"
@@ -56,6 +67,13 @@ STEP_HINTS = CELL_HINTS | {
     ),
     "'tuple' object has no attribute 'detach'": PER_MICROBATCH,
     "'tuple' object has no attribute 'shape'": PER_MICROBATCH,
+    "'tuple' object has no attribute 'flatten'": PER_MICROBATCH,
+    "shapes cannot be multiplied": (
+        "does the stage get what has arrived, with a last dimension of DIM?"
+    ),
+    "log_softmax_lastdim_kernel_impl\" not implemented for 'Long'": (
+        "the scores come first, as in loss_of(scores, targets)"
+    ),
     "'int' and 'NoneType'": (
         "forward returns a share of the loss on the last stage, and None elsewhere"
     ),

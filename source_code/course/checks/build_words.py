@@ -159,7 +159,11 @@ class Words(TransportWords):
                     return f"a part of the gradient is missing {on}: it never took {name}"
                 if found["rest"] > 1e-6:
                     said = f"the gradient {on} points another way than that of one process"
-                    if rank + 1 < len(results) and len(results[rank]["gradients"]) == 1:
+                    if len(results[rank]["gradients"]) > 1:
+                        return said
+                    if rank + 1 == len(results):
+                        said += "; this rank has the loss: of which scores and which targets is it?"
+                    else:
                         said += (
                             f", and that on rank {rank + 1} is right: look at what rank {rank + 1} "
                             f"sends back and at what rank {rank} does with it"

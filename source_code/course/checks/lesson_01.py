@@ -58,8 +58,10 @@ def backward_in_two_pieces(gradients_by_hand):
 
     wanted = dict(whole.named_parameters())
     sources = {
-        second: "a backward of the loss gives it, one only, from all that the first stage made",
-        first: "the first stage must go on from the gradient that came back, not from another one",
+        second: "a backward of token_loss(scores, targets) gives it, one only, from all that the first "
+        "stage made",
+        first: "the first stage must go on from the gradient that came back, once, and not from "
+        "another one",
     }
     for part, source in sources.items():
         for name, parameter in part.named_parameters():

@@ -14,6 +14,9 @@ LOSSES = {  # the sentence about each loss that a known omission gives
     "target": "without the score of most targets: the rank that has it must tell the others",
     "tops": "from exponentials above different scores: all ranks must subtract the same one",
     "own tops": "from exponentials above different scores: all ranks must subtract the same one",
+    "target's tops": "from exponentials above different scores: all ranks must subtract the same one",
+    "above": "without the largest score, which the logarithm needs again: the largest score is "
+    "subtracted from the exponentials alone",
     "total": "of all positions together: return the mean over the positions",
 }
 GRADIENTS = {

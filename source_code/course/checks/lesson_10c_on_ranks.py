@@ -75,6 +75,10 @@ def losses_that_might_be(whole, targets, first, last):
     tops = [part.max(-1).values for part in parts]
     unequal = sum((part - top[:, None]).exp().sum(-1) for part, top in zip(parts, tops))
     own_top = scores.max(-1).values
+    top_there = sum(
+        torch.where((targets >= a) & (targets < b), top, 0.0)
+        for (a, b), top in zip(cut_evenly(VOCABULARY, RANKS), tops)
+    )
     here = (targets >= first) & (targets < last)
     found = torch.where(here, of_target, 0.0)
     right = token_loss(whole, targets)
@@ -84,6 +88,8 @@ def losses_that_might_be(whole, targets, first, last):
         "target": (whole.logsumexp(-1) - found).mean().item(),
         "tops": (unequal.log() + largest - of_target).mean().item(),
         "own tops": (unequal.log() + own_top - of_target).mean().item(),
+        "target's tops": (unequal.log() + top_there - of_target).mean().item(),
+        "above": (whole.logsumexp(-1) - largest - of_target).mean().item(),
         "total": (whole.logsumexp(-1) - of_target).sum().item(),
     }
 

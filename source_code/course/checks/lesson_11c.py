@@ -269,12 +269,13 @@ def gpus_needed(needed):
         if answer == right + GPUS_PER_NODE:
             return f"{case}, a node too many: {right} GPUs are enough"
         if answer == right // GPUS_PER_NODE:
-            return f"{case}, which is the number of nodes"
+            return f"{case}, which is the number of nodes, or the 8 of 8 T P is missing"
         if abs(answer - exact) < 1:
             return f"{case} GPUs, which are not whole nodes of {GPUS_PER_NODE}; round up"
         without = GPUS_PER_NODE * math.ceil(exact * 6 / 8 / GPUS_PER_NODE)
         if answer == without:
             return f"{case}: that is 6 T P, without the second forward of recomputed activations"
-        if answer > 1000 * right:
-            raise WrongAnswer(f"{case}; a day has {SECONDS_PER_DAY} seconds")
+        if answer > 20 * right:
+            seconds = f"{days} days have {days * SECONDS_PER_DAY}"
+            raise WrongAnswer(f"{case}; a day has {SECONDS_PER_DAY} seconds, and {seconds}")
         return f"{case}; 8 x {tokens:g} x {parameters:g} operations are to be done in {days} days"

@@ -26,6 +26,7 @@ UNKNOWN_SCRIPT = "broken_unknown_program.py"
 NO_END = "with your piece the run does not end: does a loop of yours end?"
 CALLED_ON_BOTH = "each of the two ranks has to call `schedule.step` once"
 HEAD = (
+    "from __future__ import annotations",  # no hint is looked up
     "import math",
     "import torch",
     "from small.pipeline import *",
