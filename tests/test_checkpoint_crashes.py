@@ -26,6 +26,7 @@ from ranks import run_on_ranks
 from course.failed_run import RunFailed
 from extensions.checkpointing import checkpoint, checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files, find_checkpoint
+from extensions.checkpointing.checkpoint_reader import reason_of
 from pipeline import training
 
 SIZES = "--layers 4 --dim 8 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 4 --microbatches 2"
@@ -302,7 +303,11 @@ def train_with_little_room(rank, folder, flags, limit):
 
     sys.dont_write_bytecode = True  # Python would keep compiled modules that are cut off
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    return train(rank, folder, flags)
+    said = []
+    with mock.patch.object(
+        checkpoint, "reason_of", lambda error: said.append(reason_of(error)) or said[-1]
+    ):
+        return train(rank, folder, flags), "; ".join(said)
 
 
 @pytest.mark.further
@@ -318,7 +323,8 @@ def test_a_full_disk_fails_the_save_in_a_sentence_and_training_and_older_ones_st
     ended = run_on_ranks(
         train_with_little_room, RANKS, tmp_path, f"{FLAGS} {flags} --steps 5", limit, timeout=60
     )
-    assert [status for status, _ in ended] == [1, 1]
+    assert [status for (status, _), _ in ended] == [1, 1]
+    assert all(said and "enforce fail" not in said for _, said in ended)
     assert check_folder(tmp_path, 2) == 2
     assert check_losses(tmp_path) == [0, 1, 2, 3, 4]
     assert checkpoint_folder.entries_of(tmp_path / "saved" / "run-0001") == ["step-00000002"]

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from extensions.checkpointing import checkpoint_folder
 from guard import ending, files, inputs
 from guard.files import write_output, write_whole
 from guard.inputs import InputError, is_count, is_number, read_bytes, read_json, read_text
+from guard.one_sentence import naming_files
 from guard.paths import LONGEST_FILE_NAME, can_be_written, check_file
 from guard.printing import Output
 from lab.simulator import Costs, simulate
@@ -226,6 +228,28 @@ def test_a_file_that_cannot_be_written_is_named_and_not_its_unfinished_copy(tmp_
     with pytest.raises(FileNotFoundError) as raised:
         files.replace_file(tmp_path / "gone" / "b", lambda partial: None)
     assert raised.value.filename == str(tmp_path / "gone" / "b")
+
+    def full(partial):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write says it: without a name
+
+    with pytest.raises(OSError) as raised:
+        files.replace_file(tmp_path / "b", full)
+    assert raised.value.filename == str(tmp_path / "b")
+
+
+def test_a_copy_that_fails_names_the_file_that_is_written(tmp_path):
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), source, None, target)
+
+    (tmp_path / "from").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "from" / name).touch()
+    with pytest.raises(SystemExit, match=f": {tmp_path}/to/a cannot be used"), naming_files():
+        full(f"{tmp_path}/from/a", f"{tmp_path}/to/a")
+    with pytest.raises(SystemExit, match=f": {tmp_path}/to/[ab] cannot be used") as ended:
+        with naming_files():
+            shutil.copytree(tmp_path / "from", tmp_path / "to", copy_function=full)
+    assert str(ended.value).count("No space left") == 1
 
 
 def test_a_sweep_of_something_else_is_named(monkeypatch, tmp_path, capsys):

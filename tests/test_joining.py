@@ -278,6 +278,22 @@ def test_a_rank_that_fails_to_join_without_the_fault_of_another_says_where_to_lo
         alone.explain_failure(RuntimeError("[x.cpp:1] unsupported"))
 
 
+@pytest.mark.parametrize(
+    ("error", "end", "said"),
+    [
+        ("[x.cc:212] Unable to find interface for: [127.0.0.1]", SystemExit, "a connection .*find"),
+        ("can't start new thread", RuntimeError, "thread"),
+    ],
+)
+def test_one_process_that_cannot_connect_says_where_to_look_unless_it_lacks_threads(
+    monkeypatch, error, end, said
+):
+    monkeypatch.setattr(presence, "end_process", lambda sentence, *_: sys.exit(sentence))
+    with pytest.raises(end, match=said):
+        with guarded_meeting(Job(0, 1, torch.device("cpu"), "gloo", TIMEOUT)):
+            raise RuntimeError(error)
+
+
 def stop_before_watch(rank, victim):
     import gpipe
 

@@ -161,7 +161,7 @@ WHOLE |= {"LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
         ({"MASTER_PORT": None}, "MASTER_PORT is not set"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
-        ({"MASTER_ADDR": "a..b"}, "no place to meet"),
+        ({"MASTER_ADDR": "a..b"}, "MASTER_ADDR is 'a..b', which"),
     ],
 )
 def test_what_is_missing_or_nonsense_is_named(environment, changed, sentence):

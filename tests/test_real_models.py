@@ -656,6 +656,10 @@ def test_flags_that_do_not_fit_the_model_are_rejected(tmp_path, capsys):
     assert "lies in" in flags_rejected(capsys, *model, "--save", inside)
     large = write_model(tmp_path / "large", vocabulary=300)
     assert "no tokenizer.json" in flags_rejected(capsys, "--model", large, "--seq-len", 16)
+    words = {"type": "WordLevel", "vocab": {"a": 999}, "unk_token": "a"}
+    (large / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
+    said = flags_rejected(capsys, "--model", large, "--seq-len", 16)
+    assert "the 1000 tokens" in said and "with a saved model" in said
 
 
 def test_a_type_that_the_course_does_not_compute_with_is_named(tmp_path):

@@ -51,10 +51,10 @@ def main():
     if arguments.one:
         os.environ[FOLDER_VARIABLE] = OFF  # these runs do not count as attempts
         try:
-            print(json.dumps(answers_of(arguments.one)))
+            print(json.dumps(answers_of(arguments.one)), flush=True)
         except InputError as error:
             sys.exit(f"--one: {error}")
-        return 0
+        os._exit(0)  # Python would wait for threads that an answer has left
     file = ROOT / "build" / f"submission_{name_of_person()}.json"
     check_place(file)  # before the minutes that the checks take
     answers = []
@@ -201,18 +201,27 @@ def prepare(source, name, namespace, whole, folder):
     for statement in statements:
         if whole or isinstance(statement, DEFINITIONS):
             module = ast.Module([statement], [])
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):
+            # An answer may end everything, as exit() does: that costs this answer only.
+            with contextlib.redirect_stdout(Printed()), contextlib.suppress(BaseException):
                 with endless_loops_ended(COMPUTING):
                     exec(compile(module, name, "exec"), namespace)
 
 
+class Printed(io.StringIO):
+    """What a cell prints, but for what is beyond MOST_LETTERS: it may print without end."""
+
+    def write(self, text):
+        super().write(text[: MOST_LETTERS - self.tell()])
+        return len(text)
+
+
 def run_check(source, namespace):
     """The output of the check, or the exception that stopped it."""
-    printed = io.StringIO()
+    printed = Printed()
     try:
         with contextlib.redirect_stdout(printed), endless_loops_ended(COMPUTING):
             exec(compile(source, "<check>", "exec"), namespace)
-    except Exception as error:
+    except BaseException as error:
         return f"Not yet: {type(error).__name__}: {error}"
     return printed.getvalue().strip()
 

@@ -9,10 +9,8 @@ import argparse
 import functools
 from contextlib import contextmanager
 
-import torch
-
 from guard.agreement import settings_of
-from guard.ending import end_process, told
+from guard.ending import end_process, lack_of_memory, told
 from guard.files import not_written, write_whole
 from guard.inputs import InputError
 from guard.launcher import ranks_set, read_ranks
@@ -24,11 +22,6 @@ from guard.sizes import check_duration, check_memory, check_rate
 from guard.unpickling import restrict_ranks
 from pipeline.job import joining
 from pipeline.training import checks, writing
-
-NO_MEMORY = MemoryError, torch.OutOfMemoryError
-SAID_WITHOUT_MEMORY = (
-    "can't allocate memory", "can't start new thread", "Resource temporarily unavailable"
-)  # fmt: skip
 
 
 def guarded(main):
@@ -64,12 +57,11 @@ def naming_what_fails():
             "be written, and has room"
         )
     except (MemoryError, RuntimeError) as error:
-        reason = str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0]
-        if not isinstance(error, NO_MEMORY) and not reason.startswith(SAID_WITHOUT_MEMORY):
+        if not (reason := lack_of_memory(error)):
             raise
         end_process(
-            f"rank {read_ranks()[0]} has too little memory ({reason or 'for Python itself'}); use "
-            "smaller sizes or more ranks, or raise a limit (ulimit -v)"
+            f"rank {read_ranks()[0]} has too little memory ({reason}); use smaller sizes or more ranks, "
+            "or raise a limit (ulimit -v)"
         )
 
 

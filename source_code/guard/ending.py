@@ -9,8 +9,13 @@ import time
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
+NO_MEMORY = MemoryError, torch.OutOfMemoryError
+SAID_WITHOUT_MEMORY = (
+    "can't allocate memory", "can't start new thread", "Resource temporarily unavailable"
+)  # fmt: skip
 ending = threading.Lock()
 told = []  # functions called with the sentence with which this process ends
 
@@ -56,3 +61,11 @@ def is_loss(error):
         error = error.__cause__
     words = "closed by peer", "reset by peer", "Timed out"
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def lack_of_memory(error):
+    """Return in words what memory, or thread, an error says is lacking; None for another error."""
+    reason = str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0]
+    if isinstance(error, NO_MEMORY) or reason.startswith(SAID_WITHOUT_MEMORY):
+        return reason or "for Python itself"
+    return None

@@ -36,7 +36,7 @@ def replace_file(path, write):
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        if str(error.filename) == str(partial):
+        if str(error.filename or partial) == str(partial):  # a write names no file
             error.filename = str(path)  # the one that a user knows
         raise
     finally:

@@ -61,6 +61,11 @@ def meeting_point():
             set_meeting_point(whole_number)
         address = os.environ.get("MASTER_ADDR", "")
         address.encode("idna")
+    except UnicodeError:
+        raise LauncherError(
+            f"MASTER_ADDR is {address[:80]!r}, which cannot be a name; export the name or the address "
+            "of the node of rank 0"
+        ) from None
     except ValueError as error:
         raise LauncherError(f"the ranks have no place to meet: {error}") from None
     if not address:

@@ -58,7 +58,7 @@ def find_store(job):
             wait_for_listener(job, address, port, GRACE if of_launcher else limit)
         # torch's store waits for ever if another program listens at its port and says nothing.
         asked = f"rank {job.rank} has no answer from {keeper} at {address}:{port}"
-        advice = "if another program is there, set MASTER_PORT"
+        advice = "set MASTER_ADDR to the node of rank 0, and MASTER_PORT to a free port"
         with ended_after(limit + GRACE, end_process, f"{asked}; {advice}"):
             return of_this_attempt(open_store(address, port, is_keeper, limit))
     except (OSError, RuntimeError) as error:
@@ -76,8 +76,8 @@ def check_limits():
             raise SystemExit(
                 f"{name} is {size}, and has to be a whole number; correct it, or leave it out"
             )
-    known = [name for _, name in socket.if_nameindex()]
     given = os.environ.get("GLOO_SOCKET_IFNAME")
+    known = [name for _, name in socket.if_nameindex()] if given else []
     for name in given.split(",") if given else ():
         if name.partition(":")[0] not in known:
             raise SystemExit(

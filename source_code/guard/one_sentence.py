@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -47,7 +48,10 @@ def naming_files(path=None, fix="mend that, and start again"):
     except InputError as error:
         raise SystemExit(f"{program}: {error}; {fix}") from None
     except OSError as error:
-        file, why = path or error.filename or "a file", error.strerror or error
+        copied_to = error.filename2  # a copy fails at where it goes, more often than at its source
+        file, why = path or copied_to or error.filename or "a file", error.strerror or error
+        if isinstance(error, shutil.Error):  # of a folder: (from, to, reason) of each file
+            _, file, why = error.args[0][0]
         raise SystemExit(f"{program}: {file} cannot be used ({why}); {fix}") from None
 
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch.distributed as dist
 
 from guard.agreement import Disagreement, Missing, agree, ranks_text
-from guard.ending import end_process, name_losses
+from guard.ending import end_process, lack_of_memory, name_losses
 from guard.meeting import find_store, launcher_keeps_the_store
 from guard.siblings import end_siblings, launcher_lives, stopped_among
 from guard.watch import attach_watch
@@ -35,16 +35,13 @@ def guarded_meeting(job, settings=None):
     presence.start()
     name_losses(job)
     job.store, job.processes = find_store(job), {}
-    if job.num_ranks == 1:
-        yield
-        attach_watch(job)
-        return
     limit = max(job.timeout, SLOW_START)
     try:
-        presence.begin(job.store)
-        job.processes = presence.processes = agree(
-            job.store, job.rank, job.num_ranks, settings or {}, limit, presence.arrived
-        )
+        if job.num_ranks > 1:
+            presence.begin(job.store)
+            job.processes = presence.processes = agree(
+                job.store, job.rank, job.num_ranks, settings or {}, limit, presence.arrived
+            )
         yield
         attach_watch(job)
     except Missing as error:
@@ -136,13 +133,16 @@ class Presence(threading.Thread):
 
     def explain_failure(self, error):
         """End this rank with the sentence for an error during joining."""
+        if lack_of_memory(error):
+            raise error
         reason = str(error).splitlines()[0].split("] ", 1)[-1]
         silent = self.find_silent()
         who = ranks_text(silent) if silent else "the other ranks"
+        failed = f"join {who}" if self.num_ranks > 1 else "open a connection"
         advice = (
             "" if silent else "; look at the network, and at the variables GLOO_... and NCCL_..."
         )
-        self.end(f"rank {self.rank} could not join {who} ({reason}){advice}", silent)
+        self.end(f"rank {self.rank} could not {failed} ({reason}){advice}", silent)
 
     def end(self, sentence, silent):
         """End this rank, and silent ranks of this machine, which ignore a launcher's request."""

@@ -122,4 +122,6 @@ def reason_of(error):
     """Return in one line the first failure that torch.distributed.checkpoint collected."""
     rank, (failure, _) = min(error.failures.items())
     lines = str(failure).splitlines() or [type(failure).__name__]
+    if "unexpected pos" in lines[0]:  # all that torch says when a write fails
+        lines = ["no space left on the disk, or a limit of its files"]
     return f"rank {rank}: {lines[0][:500]}"

@@ -97,7 +97,8 @@ def load_tokens(folder, vocabulary, seq_len, packed=False, tokenizer_of_model=No
     if description["num_tokens"] > vocabulary:
         raise DataError(
             f"--vocabulary {vocabulary} is less than the {description['num_tokens']} tokens in "
-            f"{folder}; use at least {description['num_tokens']}"
+            f"{folder}; use at least {description['num_tokens']}, or, with a saved "
+            "model, tokens of its own tokenizer"
         )
     for part in TOKEN_PARTS:
         if len(tokens[part]) < seq_len + 1:

@@ -83,7 +83,7 @@ def load_corpus(content, vocabulary=BYTES, tokenizer_file=None, seq_len=32):
     if num_tokens > vocabulary:
         raise DataError(
             f"--vocabulary {vocabulary} is less than the {num_tokens} tokens of the tokenizer; "
-            f"use at least {num_tokens}"
+            f"use at least {num_tokens}, or, with a saved model, its own tokenizer"
         )
     texts = [part.to(torch.uint8).numpy().tobytes().decode(errors="replace") for part in plain]
     tokens = [as_tokens(tokenizer, text) for text in texts]
