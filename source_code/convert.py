@@ -12,6 +12,7 @@ unless --dtype rounds it.
 
 import json
 import os
+import shutil
 import sys
 import time
 from shlex import quote
@@ -108,6 +109,8 @@ def bring_in(arguments):
     if problem is None:
         state = training.state(checkpoints.job)
         problem = find_not_finite_tensor(state) or checkpoints.write(state, 0, time.perf_counter())
+        if problem:  # the folder is new again, so that the same command works once there is room
+            shutil.rmtree(os.path.join(arguments.checkpoints, FIRST_RUN), ignore_errors=True)
     checkpoints.finish()
     checkpoints.job.leave()
     if problem:

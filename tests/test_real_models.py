@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from unittest import mock
 
+import convert
 import finetune
 import pytest
 import torch
@@ -294,6 +296,17 @@ def test_a_model_that_comes_in_and_goes_out_has_the_logits_and_the_config_that_i
     with torch.no_grad():
         before, after = (loaded(f, torch.float64) for f in (folder, tmp_path / "out"))
         assert torch.equal(before(tokens_of_test()).logits, after(tokens_of_test()).logits)
+
+
+@pytest.mark.processes
+def test_a_model_that_did_not_fit_on_the_disk_comes_in_with_the_same_command(folders, tmp_path):
+    flags = f"--from-hf {folders['llama', 1]} --checkpoints {tmp_path / 'saved'}"
+    script = Path(convert.__file__)
+    full = ["bash", "-c", f"ulimit -f 1; exec {sys.executable} -B {script} {flags}"]
+    ended = subprocess.run(full, capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 2 and "was not brought in: " in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert "continue with pretrain_llama.py" in converted(flags)
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,7 @@ class Checkpoints:
         except CheckpointError as error:
             if self.job.rank == 0 and temporary:
                 shutil.rmtree(temporary, ignore_errors=True)
-            self.say(f"the checkpoint after {step} steps was NOT saved ({error}); training goes on")
+            self.say(f"the checkpoint after {step} steps was NOT saved ({error})")
             return str(error)
         self.newest = path
         took = (time.perf_counter() - started) * 1000
