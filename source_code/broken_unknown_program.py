@@ -65,10 +65,10 @@ def main():
     rank, num_ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if arguments.record == "" or os.path.exists(arguments.record or ""):
         parser.error("argument --record: name a folder that does not exist yet")
-    is_alone = (rank, num_ranks) == ("0", "1") and not arguments.repair
+    is_alone = (rank, num_ranks) == ("0", "1") and arguments.repair is None
     if not is_alone and (rank, num_ranks) not in [("0", "2"), ("1", "2")]:
         parser.error("the model has two stages; start two ranks, or one without --repair")
-    if arguments.repair and not os.path.isfile(arguments.repair):
+    if arguments.repair is not None and not os.path.isfile(arguments.repair):
         parser.error("argument --repair: name a file with run_schedule")
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)

@@ -345,6 +345,7 @@ def test_one_process_with_several_stages_has_no_ranks(refusal, tmp_path):
     check("--single-process", "4", "--pace", "10", "20")
     check("--single-process", "4", "--timeline", str(tmp_path / "file"))
     check("--single-process", "4", "--record", str(tmp_path / "folder"))
+    check("--single-process", "4", "--rehearse", "strict")
     check("--single-process", "0")
     check("--single-process", "all")
     check("--single-process", "9", names="--layers")

@@ -364,6 +364,7 @@ def test_replicas_that_sum_by_themselves_save_every_tensor_once_too(tmp_path):
         (4, "--replicas 2 --reduce fsdp2 --record x", "--record with --reduce fsdp2"),
         (4, "--replicas 2 --library --schedule zb-h1", "--library has no --schedule zb-h1"),
         (4, "--library --microbatches 2", "--microbatches 2 is less than the 4 stages"),
+        (4, "--library --option depth=1", "leave out --option"),
         (12, "--replicas 1", "--layers 8 is too few"),
         (4, "--sharding optimizer", "use --replicas 2 or more"),
         (4, "--replicas 2 --sharding optimizer", "use momentum or adamw"),

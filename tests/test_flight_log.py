@@ -305,6 +305,15 @@ def test_a_line_cut_off_in_the_middle_is_left_out(record, tmp_path):
     assert len(read_recording(tmp_path / "copy").steps) == 2
 
 
+@pytest.mark.parametrize("line", ["null", "7", "[]", "[{}]", '"did"', "{}"])
+def test_a_line_that_no_recording_has_is_named(record, tmp_path, line):
+    shutil.copytree(record("gpipe"), tmp_path / "copy")
+    with open(tmp_path / "copy" / "rank1.jsonl", "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(RecordingError, match="is not a line of a recording; record anew"):
+        read_recording(tmp_path / "copy")
+
+
 def test_a_folder_without_a_recording_is_named(tmp_path):
     with pytest.raises(RecordingError, match=re.escape(f"{tmp_path} holds no recording")):
         read_recording(tmp_path)

@@ -267,6 +267,8 @@ def test_a_folder_with_a_log_is_refused(tmp_path):
         ("", "x", "start two ranks"),
         ("--record=", "1", "--record: name a folder"),
         ("--record .", "1", "--record: name a folder"),
+        ("--repair=", "1", "one without --repair"),
+        ("--repair=", "2", "--repair: name a file with run_schedule"),
     ],
 )
 def test_a_flag_that_cannot_be_used_ends_a_program_that_is_not_the_courses(

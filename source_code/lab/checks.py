@@ -10,11 +10,11 @@ from lab.simulator import Costs
 
 def check_has_ranks(arguments):
     """Reject the lab's flags for one process with several stages: the lab attaches to ranks."""
-    names = "pace", "timeline", "profile", "record"
+    names = "pace", "timeline", "profile", "record", "rehearse"
     if getattr(arguments, "single_process", None) and any(getattr(arguments, n) for n in names):
         raise SystemExit(
             "--single-process has no ranks to pace or draw; leave out --pace, --timeline, "
-            "--profile and --record"
+            "--profile, --record and --rehearse"
         )
 
 

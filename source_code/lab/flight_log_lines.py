@@ -76,7 +76,7 @@ def _is_print(value):
 def check_line(line, forms, where):
     """Raise RecordingError for a line that flight_log.py would not write."""
     form = next((forms[k] for k in forms if k in line), {}) if isinstance(line, dict) else {}
-    if set(line) != set(form) or not form:
+    if not form or set(line) != set(form):
         raise RecordingError(f"{where} is not a line of a recording; record anew")
     for name, holds in form.items():
         if not holds(line[name]):

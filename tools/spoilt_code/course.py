@@ -21,8 +21,8 @@ FAULTS = [
     Fault(
         "stub-of-a-build-is-run",
         "course/checks/build_text.py::request_of",
-        "if all(len(holes(sources[name])) >= places for name in names):",
-        "if all(len(holes(sources[name])) > places for name in names):",
+        "if not begun and all(len(holes(sources[name])) >= places for name in names):",
+        "if not begun and all(len(holes(sources[name])) > places for name in names):",
         "A stub that a reader has not touched is called unfinished instead of not attempted.",
         "test_builds.py",
         ("test_nonsense_gets_a_sentence_and_a_stub_is_not_attempted[naive_step]",),

@@ -43,6 +43,8 @@ def check_reduction(arguments, schedule):
             f"--library has no --schedule {arguments.schedule}; use one of "
             f"{', '.join(LIBRARY_NAMES)}"
         )
+    if arguments.option:
+        raise SystemExit("--library has an order of its own for each schedule; leave out --option")
     name = LIBRARY_NAMES[arguments.schedule]
     ranks = pipeline_ranks(arguments)
     sizes = name, ranks, arguments.microbatches, schedule.num_stages // ranks
