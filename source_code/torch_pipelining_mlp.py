@@ -21,6 +21,7 @@ from pipeline.job import join_job
 from pipeline.training import seconds
 
 SPLIT = {"encoder": SplitPoint.END, "middle": SplitPoint.END}  # three stages: two cuts
+MOST_ROWS = 1_000_000  # a gigabyte, with what each row's forward keeps
 
 
 @guarded
@@ -67,6 +68,8 @@ def read_flags():
             f"--microbatches {arguments.microbatches} does not divide --batch-size "
             f"{arguments.batch_size}; use a divisor"
         )
+    if arguments.batch_size > MOST_ROWS:
+        raise SystemExit(f"--batch-size {arguments.batch_size}: {MOST_ROWS:,} rows are the most")
     if arguments.microbatches < 3:
         raise SystemExit(
             f"--microbatches {arguments.microbatches} is less than the 3 stages; use 3 or more"

@@ -369,8 +369,8 @@ def test_plain_python_ends_with_the_sentence_and_status_2():
     assert ended.stderr.count("\n") == 1 and "--microbatches" in ended.stderr
 
 
-@pytest.mark.parametrize(("rank", "lines"), first_of([(0, 1), (1, 0)], 1))
-def test_a_rank_refuses_before_it_looks_for_the_others(rank, lines):
+@pytest.mark.parametrize("rank", first_of([0, 1], 1))
+def test_a_rank_refuses_before_it_looks_for_the_others(rank):
     # No other rank exists and nobody listens at this address.
     variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     ended = start(
@@ -379,7 +379,7 @@ def test_a_rank_refuses_before_it_looks_for_the_others(rank, lines):
         **{**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"},
     )
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.count("\n") == lines == ended.stderr.count("--layers")
+    assert ended.stderr.count("\n") == 1 == ended.stderr.count("--layers")
 
 
 def test_torchrun_begins_and_ends_with_the_sentence_and_shows_no_traceback_of_the_course():

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch_pipelining
 import torch_pipelining_gpt2
+import torch_pipelining_mlp
 from further import SINCE_2_13, first_of, further
 from ranks import PRELOAD, run_on_ranks
 from torch.distributed.pipelining import PipelineStage
@@ -347,6 +348,13 @@ def test_ranks_that_would_share_a_gpu_take_the_cpu_or_are_refused(script, monkey
 
 def test_the_free_form_network_cut_at_the_ends_of_submodules_equals_one_process_to_1e_12():
     assert KEPT in run("torch_pipelining_mlp.py --verify", 3, warm=True, show=False).output
+
+
+def test_the_free_form_network_rejects_a_batch_of_gigabytes_before_it_is_made(monkeypatch):
+    words = ["--batch-size", "2000000000", "--microbatches", "4"]
+    monkeypatch.setattr(sys, "argv", ["torch_pipelining_mlp.py", *words])
+    with pytest.raises(SystemExit, match="--batch-size 2000000000: 1,000,000 rows are the most"):
+        torch_pipelining_mlp.read_flags()
 
 
 GPT2 = "torch_pipelining_gpt2.py"

@@ -53,19 +53,19 @@ def find_store(job):
     is_keeper = job.rank == 0 and not of_launcher
     began = time.monotonic()
     keeper = "torchrun" if of_launcher else "rank 0"
+    advice = "set MASTER_ADDR to the node of rank 0, and MASTER_PORT to a free port"
     try:
         if not is_keeper:  # torchrun listens before it starts ranks, so it must answer
             wait_for_listener(job, address, port, GRACE if of_launcher else limit)
         # torch's store waits for ever if another program listens at its port and says nothing.
         asked = f"rank {job.rank} has no answer from {keeper} at {address}:{port}"
-        advice = "set MASTER_ADDR to the node of rank 0, and MASTER_PORT to a free port"
         with ended_after(limit + GRACE, end_process, f"{asked}; {advice}"):
             return of_this_attempt(open_store(address, port, is_keeper, limit))
     except (OSError, RuntimeError) as error:
         waited = f"waited {time.monotonic() - began:.0f} s for {keeper} to start"
         reason = str(error).splitlines()[0]
         said = "cannot listen" if is_keeper else waited
-        end_process(f"rank {job.rank} {said} at {address}:{port} ({reason})")
+        end_process(f"rank {job.rank} {said} at {address}:{port} ({reason}); {advice}")
 
 
 def check_limits():
