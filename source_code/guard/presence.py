@@ -45,7 +45,9 @@ def guarded_meeting(job, settings=None):
         yield
         attach_watch(job)
     except Missing as error:
-        end_process(f"rank {job.rank} waited {limit:g} s for {error} to start; look at what was printed there")
+        end_process(
+            f"rank {job.rank} waited {limit:g} s for {error} to start; look at what was printed there"
+        )
     except RuntimeError as error:  # the only common base class of torch's and gloo's errors
         presence.explain_failure(error)
     except Disagreement as error:
