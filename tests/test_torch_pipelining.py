@@ -15,7 +15,7 @@ import torch_pipelining_gpt2
 import torch_pipelining_mlp
 from further import SINCE_2_13, first_of, further
 from ranks import PRELOAD, run_on_ranks
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from course.launch import run
 from extensions.torch_pipelining import cutting, evaluation, hugging_face, library
@@ -341,6 +341,28 @@ def test_ranks_that_would_share_a_gpu_take_the_cpu_or_are_refused(script, monkey
         join("cuda")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert join("auto") == "auto"
+
+
+def factor_of_an_evaluation(rank, scale):
+    """In a rank: by what the library's eval() multiplies the gradients of the step before it."""
+    job, module = join_job("cpu", 60, pairs=[]), torch.nn.Linear(4, 4)
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    loss = torch.nn.functional.mse_loss
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=loss, scale_grads=scale)
+    batch, ends = torch.rand(8, 4), [{}, {"losses": []}]
+    ends[1]["target"] = batch
+    schedule.step(*[batch] * (rank == 0), **ends[rank])
+    before = module.weight.grad.clone()
+    with torch.no_grad():
+        schedule.eval(*[batch] * (rank == 0), **ends[rank])
+    job.leave()
+    return torch.equal(module.weight.grad, before / 4), torch.equal(module.weight.grad, before)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("scale", [True, False])
+def test_eval_divides_the_gradients_by_the_number_of_microbatches_unless_told_otherwise(scale):
+    assert run_on_ranks(factor_of_an_evaluation, 2, scale) == [(scale, not scale)] * 2
 
 
 # The free-form network, and Hugging Face
