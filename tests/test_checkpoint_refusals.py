@@ -87,7 +87,7 @@ def test_a_checkpoint_of_another_training_is_refused_with_the_first_mismatch_and
     flags = f"--optimizer adamw {flags}".replace("TEXT", str(tmp_path / "text")).split()
     sentence = refusal.check(SCRIPT, "--checkpoints", str(saved), *flags, names=now, ranks=4)
     assert f"{now}" in sentence and f"step-00000010 was made with {was}" in sentence
-    assert refusal(SCRIPT, "--checkpoints", str(saved), *flags, rank=3, ranks=4) == (2, "")
+    assert refusal(SCRIPT, "--checkpoints", str(saved), *flags, rank=3, ranks=4) == (2, sentence)
     assert content_of(saved) == before
 
 
