@@ -5,7 +5,7 @@
     python source_code/broken_unknown_program.py
 
 With two ranks the library trains two stages; as one process the program trains both itself.
-From the course it has only the flight log's lines. Do not read `run_schedule` if you seek the fault.
+From the course it has only the flight log's lines. To find the fault, do not read `run_schedule`.
 """
 
 import argparse

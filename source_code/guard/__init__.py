@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard: checks what a program is given, and ends it with one sentence if a rank is lost."""
+"""The guard checks flags and files before a run, and names a rank that is lost during the run."""
