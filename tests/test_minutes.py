@@ -1,8 +1,11 @@
 """The minutes of a lesson follow from its notebook by one rule, and the routes have all they need."""
 
+import ast
 import json
 import re
+from pathlib import Path
 
+import copy_template
 import minutes
 import pytest
 
@@ -83,3 +86,30 @@ def test_the_rule_counts_words_lines_and_cells_and_leaves_the_sources_out(tmp_pa
     path.write_text(json.dumps({"cells": cells}))
     # 1505 words are 10 minutes, 354 lines 23.6, 26 cells 5.2: in all 38.8.
     assert minutes.minutes_of(path) == (40, 10, 5)
+
+
+def test_a_bare_copy_is_read_in_the_hours_that_its_page_states_and_each_in_a_day():
+    page = (minutes.ROOT / "docs" / "your-own-model.md").read_text()
+    sentence = re.search(r"Reading a bare copy takes (.*?)\. ", page)[1]
+    stated = {script: int(hours) for hours, script in re.findall(r"(\d) hours? for `(.*?)`", sentence)}
+    assert stated["gpipe.py"] == 1 and max(stated.values()) <= 8 and len(stated) == 4
+    for script, hours in stated.items():
+        modules = copy_template.modules_of(Path(script), copy_template.LAB + copy_template.GUARD)
+        read = [minutes_to_read(module.text_without(module.left_out)) for module in modules]
+        assert round(sum(read) / 60) == hours, (script, sum(read))
+
+
+def minutes_to_read(text):
+    """The rule of the lessons: docstrings and comments are words, the other lines are code."""
+    places = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    documented = [node for node in ast.walk(ast.parse(text)) if isinstance(node, places)]
+    prose = [node.body[0] for node in documented if ast.get_docstring(node, clean=False)]
+    within = {number for node in prose for number in range(node.lineno, node.end_lineno + 1)}
+    words = " ".join(node.value.value for node in prose).split()
+    lines = 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip().startswith("#"):
+            words += line.strip(" #").split()
+        elif line.strip() and number not in within:
+            lines += 1
+    return lines / minutes.LINES + len(words) / minutes.WORDS
