@@ -91,7 +91,9 @@ def test_the_rule_counts_words_lines_and_cells_and_leaves_the_sources_out(tmp_pa
 def test_a_bare_copy_is_read_in_the_hours_that_its_page_states_and_each_in_a_day():
     page = (minutes.ROOT / "docs" / "your-own-model.md").read_text()
     sentence = re.search(r"Reading a bare copy takes (.*?)\. ", page)[1]
-    stated = {script: int(hours) for hours, script in re.findall(r"(\d) hours? for `(.*?)`", sentence)}
+    stated = {
+        script: int(hours) for hours, script in re.findall(r"(\d) hours? for `(.*?)`", sentence)
+    }
     assert stated["gpipe.py"] == 1 and max(stated.values()) <= 8 and len(stated) == 4
     for script, hours in stated.items():
         modules = copy_template.modules_of(Path(script), copy_template.LAB + copy_template.GUARD)
