@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 
 layers = []
 for k in range(8 * rank // ranks, 8 * (rank + 1) // ranks):
-    torch.manual_seed(k)  # layer k starts with these weights wherever it lies
+    torch.manual_seed(k)  # the weights of layer k do not depend on the cut
     layers += [nn.Linear(16, 16, dtype=torch.float64), nn.Tanh()]
 module = nn.Sequential(*layers)
 stage = PipelineStage(module, rank, ranks, torch.device("cpu"))

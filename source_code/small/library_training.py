@@ -61,7 +61,7 @@ def clip(largest_norm):
 
 
 def state_of_rank(step):
-    """(this rank's part of a checkpoint, [the state of each chunk]); no two have a common name."""
+    """(this rank's part of a checkpoint, [the state of each chunk]); no two chunks share a name."""
     flat = StateDictOptions(flatten_optimizer_state_dict=True)  # by name of the weight
     chunks = [get_state_dict(*pair, options=flat) for pair in zip(modules, optimizers)]
     weights = {name: value for chunk, _ in chunks for name, value in chunk.items()}

@@ -101,7 +101,7 @@ def exchange(outbox, tokens=None, sources=()):
 
     Returns the received tensors, with None for a source that is None. `tokens` is a micro-batch.
     The messages are one batch, which NCCL starts as a whole: so two ranks that send to each other
-    do not wait for each other. When it has ended, all that was sent has arrived and is forgotten.
+    do not wait for each other. When it has ended, all tensors have arrived, and `outbox` is empty.
     """
     messages = [dist.P2POp(dist.isend, tensor, rank) for tensor, rank in outbox]
     arrived = [None] * len(sources)

@@ -22,7 +22,7 @@ def input_half(gradient, inputs, weight, deferred):
 
 
 def weight_half(deferred):
-    """Add to the gradients of the weights all that was deferred, and forget it."""
+    """Add what was deferred to the gradients of the weights, and empty the list."""
     while deferred:
         weight, inputs, gradient = deferred.pop()
         more = gradient.flatten(0, -2).T @ inputs.flatten(0, -2)
@@ -45,7 +45,7 @@ class SplitLinear(torch.autograd.Function):
 
 
 def split(stage):
-    """Let every linear layer of the stage, which have no bias, defer the gradient of its weight."""
+    """Let every linear layer of the stage (none has a bias) defer the gradient of its weight."""
     stage.deferred = []
     for module in stage.modules():
         if type(module) is nn.Linear:  # a subclass may compute something else
