@@ -26,5 +26,5 @@ def main():
 
 if __name__ == "__main__":
     if os.environ.get("WORLD_SIZE") != "2" or sys.argv[1:]:
-        sys.exit("start this with torchrun --standalone --nproc-per-node 2, without further words")
+        sys.exit("start this with torchrun --standalone --nproc-per-node 2 and no arguments")
     main()
