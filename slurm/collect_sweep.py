@@ -12,12 +12,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
 from guard.files import not_written, write_whole  # noqa: E402
-from guard.one_sentence import naming_files  # noqa: E402
+from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
 from lab.figures import new_plot, picture_of  # noqa: E402
 from lab.timeline import TimelineError, read_timeline  # noqa: E402
 
 
+@in_one_sentence()
 def main():
     keep_running_unheard()
     if len(sys.argv) != 2 or not os.path.isdir(sys.argv[1]):

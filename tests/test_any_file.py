@@ -395,6 +395,15 @@ def test_a_tool_that_is_asked_for_help_does_nothing_else(tool, monkeypatch, caps
     assert not ended.value.code and f"usage: {tool}.py" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_flag_that_a_tool_lacks_is_one_line_and_status_2(tool, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{tool}.py", "--of\nmine"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(tool).main()
+    line, *more = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and "--help lists the flags" in line and not more
+
+
 @pytest.mark.processes
 def test_a_read_only_course_and_one_without_git_are_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(make_submission, "ROOT", tmp_path / "file")

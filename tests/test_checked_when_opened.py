@@ -1,9 +1,11 @@
 """What a file or a flag says is checked when it is read, and not when a step first uses it."""
 
+import errno
 import hashlib
 import json
 import os
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import copy_template
@@ -287,6 +289,31 @@ def test_a_file_that_changes_after_the_check_ends_its_rank_with_one_sentence(tmp
     with around_main.naming_what_fails():
         saved.build_part(0, 1, torch.float64, "cpu")
     assert told == [f"rank 0: {file} has changed while it was read"]
+
+
+@pytest.mark.parametrize("fails", ["made", "filled", "another file"])
+def test_a_folder_of_compiled_kernels_that_cannot_be_used_is_named(tmp_path, monkeypatch, fails):
+    cache = tmp_path / "file" / "kernels"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    told = []
+    monkeypatch.setattr(around_main, "end_process", told.append)
+
+    def fail():
+        if fails == "another file":
+            (tmp_path / "file" / "text").read_text()
+        if fails == "made":
+            cache.mkdir()
+        full = RuntimeError("of torch's compiler")  # as it wraps what its writes raise
+        full.inner_exception = OSError(errno.ENOSPC, "No space left on device")
+        raise full
+
+    raises = pytest.raises(NotADirectoryError) if fails == "another file" else nullcontext()
+    with raises, around_main.naming_what_fails():
+        fail()
+    reason = {"made": "Not a directory", "filled": "No space left on device"}
+    assert [f"({reason[fails]}: {cache})" in said for said in told] == [True] * (fails in reason)
+    assert all("set TORCHINDUCTOR_CACHE_DIR" in said for said in told)
 
 
 @pytest.mark.parametrize("sizes", [300, 20_000])  # more digits than Python prints, and seconds

@@ -246,10 +246,11 @@ def test_a_link_to_a_solution_becomes_its_words():
     ],
 )
 def test_a_flag_that_it_lacks_is_rejected_before_anything_is_written(
-    tmp_path, monkeypatch, flags, sentence
+    tmp_path, monkeypatch, capsys, flags, sentence
 ):
     monkeypatch.setattr(make_handout, "HANDOUT", tmp_path / "handout")
     monkeypatch.setattr(sys, "argv", ["make_handout.py", *flags])
-    with pytest.raises(SystemExit, match=sentence):
+    with pytest.raises(SystemExit, match="2"):
         make_handout.main()
+    assert sentence in capsys.readouterr().err
     assert not (tmp_path / "handout").exists()

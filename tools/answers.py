@@ -18,7 +18,7 @@ from exercises import notebook_of
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from guard.files import not_written, write_whole  # noqa: E402
-from guard.one_sentence import naming_files  # noqa: E402
+from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
@@ -30,6 +30,7 @@ ASKS = (
 PANEL = r"^(?:explore|time_machine)\("  # a panel to play with
 
 
+@in_one_sentence()
 def main():
     keep_running_unheard()
     Parser(__doc__).parse_args()

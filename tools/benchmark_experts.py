@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from course.launch import run  # noqa: E402
+from guard.one_sentence import in_one_sentence  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 RUNS, EXCHANGES = 5, (5, 15)  # milliseconds
@@ -28,6 +29,7 @@ SCHEDULES = {  # flags, and how many times the work of a chunk a stage has
 }
 
 
+@in_one_sentence()
 def main():
     Parser(__doc__).parse_args()
     holds = True

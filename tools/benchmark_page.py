@@ -18,6 +18,7 @@ from playwright.sync_api import sync_playwright
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
+from guard.one_sentence import in_one_sentence  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 TRIES = 5
@@ -38,6 +39,7 @@ MOVE = """async ([name, value]) => {
 }"""
 
 
+@in_one_sentence()
 def main():
     Parser(__doc__).parse_args()
     with TemporaryDirectory() as folder:

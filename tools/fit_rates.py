@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
 from guard.files import write_whole  # noqa: E402
-from guard.one_sentence import naming_files  # noqa: E402
+from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 from planning.expected_error import GPUS, kind_of  # noqa: E402
 from planning.published import fit, published_runs  # noqa: E402
@@ -115,6 +115,7 @@ def fit_deepspeed(runs):
     return math.exp(statistics.mean(logs))
 
 
+@in_one_sentence()
 def main():
     Parser(__doc__).parse_args()
     runs = [run for run in published_runs() if not run.apart]

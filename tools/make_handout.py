@@ -30,7 +30,7 @@ from exercises import notebook_of
 from guard.claims import ClaimError, lock_folder
 from guard.files import not_written
 from guard.inputs import read_text
-from guard.one_sentence import naming_files
+from guard.one_sentence import in_one_sentence, naming_files
 from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser
 
@@ -67,6 +67,7 @@ LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s]*)(?:#[^)]*)?\)"
 COURSE_ONLY = r"^<!-- course only -->.*?<!-- end -->\n?|<!-- course only -->.*?<!-- end -->"
 
 
+@in_one_sentence()
 def main():
     keep_running_unheard()
     flags = Parser(__doc__).parse_known_args()[1]

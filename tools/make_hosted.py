@@ -8,7 +8,6 @@ cell of every lesson (tools/first_cell.py), into the heads of README.md and of t
 make_site.py takes it for the website. Without an address there is no link.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -21,7 +20,8 @@ sys.path.insert(0, str(ROOT / "source_code"))
 
 from guard.files import write_whole  # noqa: E402
 from guard.inputs import InputError, parse_json, read_text  # noqa: E402
-from guard.one_sentence import naming_files  # noqa: E402
+from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
+from pipeline.command_line import Parser  # noqa: E402
 
 FIRST_CELL = Path(__file__).with_name("first_cell.py")
 BRANCH = "main"
@@ -41,6 +41,7 @@ ID, TAG = "first-cell", "first-cell"  # of the first cell of code
 FOLDED = {"cellView": "form", "jupyter": {"source_hidden": True}, "tags": [TAG]}
 
 
+@in_one_sentence()
 def main():
     address = parse_arguments().address
     if address:
@@ -55,7 +56,7 @@ def main():
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument(
         "address", nargs="?", help="owner/name on GitHub; else that of CITATION.cff"
     )

@@ -15,7 +15,7 @@ from preview_picture import preview  # noqa: E402
 from schedule_pictures import COMPARISONS  # noqa: E402
 
 from course.launch import run  # noqa: E402
-from guard.one_sentence import naming_files  # noqa: E402
+from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from lab.figures import draw_timelines  # noqa: E402
 from lab.simulator import Costs, simulate  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
@@ -26,6 +26,7 @@ RUNS = 3  # the shortest run is drawn, because other load only adds time
 MICROBATCHES = {"naive": 1}  # 8 for the others
 
 
+@in_one_sentence()
 def main():
     Parser(__doc__).parse_args()
     with naming_files():

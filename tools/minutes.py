@@ -20,7 +20,7 @@ from make_hosted import is_first, notebook_in
 
 from guard.files import not_written, write_whole
 from guard.inputs import InputError, read_text
-from guard.one_sentence import naming_files
+from guard.one_sentence import in_one_sentence, naming_files
 from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser
 
@@ -112,6 +112,7 @@ def with_totals(page):
     return page
 
 
+@in_one_sentence()
 def main():
     parser = Parser(__doc__)
     parser.add_argument("--write", action="store_true", help="put them into heads and the list")

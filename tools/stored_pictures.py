@@ -22,7 +22,7 @@ from playwright.sync_api import sync_playwright
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from guard.files import write_whole  # noqa: E402
-from guard.one_sentence import naming_files  # noqa: E402
+from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -30,6 +30,7 @@ COLOURS = 32  # of a picture; more would not be seen, and would make the noteboo
 DRAWN_FROM = "drawn from"  # the entry of a PNG that has the digest of its drawing
 
 
+@in_one_sentence()
 def main():
     parser = Parser(__doc__)
     parser.add_argument("notebooks", nargs="*", type=Path, help="all unless given")

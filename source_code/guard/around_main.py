@@ -10,7 +10,7 @@ import functools
 from contextlib import contextmanager
 
 from guard.agreement import settings_of
-from guard.ending import end_process, lack_of_memory, told
+from guard.ending import end_process, lack_of_kernels, lack_of_memory, told
 from guard.files import not_written, write_whole
 from guard.inputs import InputError
 from guard.launcher import ranks_set, read_ranks
@@ -42,27 +42,34 @@ def guarded(main):
 def naming_what_fails():
     """A context in which a lack of memory ends this rank with one sentence.
 
-    So do a missing folder for temporary files, which torch's optimizers need, and a file that has
-    changed or become unreadable since the flags were checked.
+    So do a missing folder for temporary files, which torch's optimizers need, or for compiled
+    kernels, and a file that has changed or become unreadable since the flags were checked.
     """
     try:
         yield
     except InputError as error:
         end_process(f"rank {read_ranks()[0]}: {error}")
-    except FileNotFoundError as error:
-        if "No usable temporary directory" not in str(error):
+    except (OSError, MemoryError, RuntimeError) as error:
+        if not (what := what_lacks(error)):
             raise
-        end_process(
-            f"rank {read_ranks()[0]} finds no folder for temporary files; set TMPDIR to one that can "
-            "be written, and has room"
+        end_process(f"rank {read_ranks()[0]} {what}")
+
+
+def what_lacks(error):
+    """Return in words what the machine does not give this rank; None for another error."""
+    if reason := lack_of_memory(error):
+        return (
+            f"has too little memory ({reason}); use smaller sizes or more ranks, or raise a limit "
+            "(ulimit -v)"
         )
-    except (MemoryError, RuntimeError) as error:
-        if not (reason := lack_of_memory(error)):
-            raise
-        end_process(
-            f"rank {read_ranks()[0]} has too little memory ({reason}); use smaller sizes or more ranks, "
-            "or raise a limit (ulimit -v)"
+    if reason := lack_of_kernels(error):
+        return (
+            f"cannot use torch's folder of compiled kernels ({reason}); set TORCHINDUCTOR_CACHE_DIR "
+            "to a folder of yours that has room"
         )
+    if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
+        return "finds no folder for temporary files; set TMPDIR to one that can be written, and has room"
+    return None
 
 
 @contextmanager

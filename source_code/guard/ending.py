@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -69,3 +70,18 @@ def lack_of_memory(error):
     if isinstance(error, NO_MEMORY) or reason.startswith(SAID_WITHOUT_MEMORY):
         return reason or "for Python itself"
     return None
+
+
+def lack_of_kernels(error):
+    """Return in words why torch cannot make or fill its folder of kernels; None for another error.
+
+    Its compiler wraps what went wrong. torch makes the folder also where it compiles nothing, for
+    example for AdamW.
+    """
+    cause = getattr(error, "inner_exception", error)
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if not isinstance(cause, OSError) or not cause.strerror or not folder:
+        return None
+    if cause is error and not Path(folder).is_relative_to(str(cause.filename)):
+        return None
+    return f"{cause.strerror}: {cause.filename or folder}"
