@@ -67,7 +67,6 @@ def parse_arguments():
     add("--transfer", type=cost_or_nothing, default=0.0, metavar="T", help="latency of a message")
     add("--hop", type=hop, action="append", metavar="A,B=T", help="the same between two ranks")
     add("--room", type=rooms, metavar="N,...", help="micro-batches of stages that a rank may hold")
-    add("--until-weight", action="store_true", help="hold them until the weights' half has run")
     add("--timeline", metavar="FILE", help="take stages, ranks and costs from a run's --timeline")
     add("--seconds", type=positive_number, default=10.0, metavar="S", help="to search")
     add("--csv", metavar="FILE", help="write the schedule, for train.py")
@@ -116,6 +115,8 @@ def question_of(arguments):
         weight = spread("--backward-weight", a.backward_weight, stages) or [
             time / 2 for time in columns[1]
         ]
+        if a.backward_weight and not split:
+            raise SystemExit("--backward-weight is that of a backward in two halves; add --split")
         if any(part >= whole for part, whole in zip(weight, columns[1])):
             raise SystemExit(
                 "--backward-weight must be less than --backward, of which it is a part"
@@ -123,7 +124,7 @@ def question_of(arguments):
         given = Costs(*columns, weight if split else None)
     given = Costs(given.forward, given.backward, given.backward_weight, hops(a))
     room = tuple(spread("--room", a.room, a.ranks)) if a.room else None
-    return Question(places, m, given, split, room, a.until_weight)
+    return Question(places, m, given, split, room)
 
 
 def check_size(stages, microbatches):

@@ -673,6 +673,13 @@ def test_flags_that_do_not_fit_the_model_are_rejected(tmp_path, capsys):
     (large / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
     said = flags_rejected(capsys, "--model", large, "--seq-len", 16)
     assert "the 1000 tokens" in said and "with a saved model" in said
+    (large / "tokenizer.json").unlink()
+    (large / "tokenizer.json").mkdir()
+    said = flags_rejected(capsys, "--model", large, "--seq-len", 16)
+    assert (
+        f"the tokenizer {large / 'tokenizer.json'} cannot be read" in said
+        and "--tokenizer" not in said
+    )
 
 
 def test_a_type_that_the_course_does_not_compute_with_is_named(tmp_path):

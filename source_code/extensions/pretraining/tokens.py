@@ -106,10 +106,10 @@ def encode(tokenizer, text, begins=True):
 
     Without `begins` it continues a document, and gets none of the tokenizer's special tokens.
     """
-    with complaints_of_library("--tokenizer: it cannot encode the text"):
+    with complaints_of_library("the tokenizer cannot encode the text"):
         tokens = tokenizer.encode(text, add_special_tokens=begins).ids
     if tokens and tokenizer.id_to_token(max(tokens)) is None:  # get_vocab() takes milliseconds
-        raise DataError(f"--tokenizer: it encodes the text as {max(tokens)}, which is not a token")
+        raise DataError(f"the tokenizer encodes the text as {max(tokens)}, which is not a token")
     return tokens
 
 
@@ -123,13 +123,13 @@ def read_tokenizer(file):
     try:
         text = read_text(file, LARGEST_TOKENIZER)
     except InputError as error:
-        raise DataError(f"--tokenizer: {error}; name a tokenizer.json") from None
-    with complaints_of_library(f"--tokenizer: {file} cannot be read"):
+        raise DataError(f"the tokenizer {error}; it has to be a tokenizer.json") from None
+    with complaints_of_library(f"the tokenizer {file} cannot be read"):
         tokenizer = Tokenizer.from_str(text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if not tokenizer.get_vocab():
-        raise DataError(f"--tokenizer: {file} has no tokens; name another")
+        raise DataError(f"the tokenizer {file} has no tokens; use another")
     return tokenizer
 
 
