@@ -239,6 +239,15 @@ def test_a_program_about_several_ranks_is_not_started_with_one(name):
     assert "--nproc-per-node" in ended.stderr and ended.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["stuck_rank", "mutual_wait", "blocking_sends"])
+@pytest.mark.parametrize("flags", ["--steps 3", "--data a.txt", "--timeline a.json", "--verify"])
+def test_a_program_that_trains_nothing_offers_no_flag_of_a_training(
+    monkeypatch, capsys, name, flags
+):
+    said = rejected(monkeypatch, capsys, f"broken_{name}", *flags.split())
+    assert f"unrecognized arguments: {flags}" in said
+
+
 def test_no_rank_is_stuck_in_a_micro_batch_that_is_not_there():
     with pytest.raises(SystemExit, match="--microbatches 2 or"):
         broken_stuck_rank.check_sizes(SimpleNamespace(num_ranks=4, microbatches=1))
