@@ -50,7 +50,10 @@ def main():
     except InputError as error:
         raise SystemExit(f"{'--dataset' if arguments.dataset else '--data'}: {error}") from None
     except OSError as error:
-        raise SystemExit(f"--out {arguments.out} cannot be written ({error.strerror})") from None
+        raise SystemExit(
+            f"--out {arguments.out} cannot be written ({error.strerror}); nothing else was changed: "
+            "make room or name another folder, and start again"
+        ) from None
     return int(bool(not_written))
 
 

@@ -22,6 +22,7 @@ from extensions.pretraining import token_files
 from extensions.pretraining.token_files import load_tokens
 from extensions.pretraining.token_writer import TokenWriter, write_tokens_file
 from extensions.pretraining.tokens import DataError, complaints_of_library, encode
+from extensions.real_models import saved_output
 from extensions.real_models.saved_folder import find_tensors, read_model
 from extensions.real_models.saved_settings import read_settings
 from extensions.real_models.tensor_files import stored_tensors
@@ -289,6 +290,21 @@ def test_a_file_that_changes_after_the_check_ends_its_rank_with_one_sentence(tmp
     with around_main.naming_what_fails():
         saved.build_part(0, 1, torch.float64, "cpu")
     assert told == [f"rank 0: {file} has changed while it was read"]
+
+
+def test_a_full_disk_is_a_sentence_that_says_what_to_do(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "a.txt").write_text("hello world\n\n" * 100)
+    monkeypatch.setattr(TokenWriter, "open", full)
+    words = ["--data", tmp_path / "a.txt", "--out", tmp_path / "out"]
+    said = ends_with(prepare_data.main, monkeypatch, capsys, *words)
+    assert "No space left on device" in said and "make room" in said
+    assert os.listdir(tmp_path) == ["a.txt"]
+    monkeypatch.setattr(saved_output, "write_whole", full)
+    said = saved_output.finish_folder("--save", tmp_path, {}, None, [])
+    assert "No space left on device" in said and "make room" in said
 
 
 @pytest.mark.parametrize("fails", ["made", "filled", "another file"])
