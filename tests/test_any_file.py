@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -459,6 +460,49 @@ def test_a_file_that_cannot_be_handed_out_is_named_and_the_older_handout_stays(
     said = sentence_of(make_handout.main, monkeypatch)
     assert name in said and "make the handout again" in said
     assert (copy / 'a "ü" b.md').read_text() == "text", "also a name that git puts in quotes"
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.processes
+def test_on_a_full_disk_the_older_handout_stays(clone, tmp_path, monkeypatch):
+    handout = tmp_path / "handout"
+    make_handout.write_course(handout / "course")
+    (handout / "course" / ".git").mkdir()
+    (clone / "page.md").write_text("newer")
+    monkeypatch.setattr(shutil, "copyfile", full)
+    assert "No space left on device" in sentence_of(make_handout.main, monkeypatch)
+    assert (handout / "course" / "page.md").read_text() == "text"
+    assert not list(handout.glob(".*"))
+    monkeypatch.undo()
+    (made := tmp_path / "made").mkdir()
+    make_site.replace_content(handout / "course", made, keep=[".git"])
+    assert os.listdir(handout / "course") == [".git"], "what is no longer in the course goes"
+
+
+def test_a_new_site_takes_the_place_of_an_older_one_without_a_copy(tmp_path, monkeypatch):
+    site = tmp_path / "site"
+    for name in ("gone.html", f"docs/{make_site.SCRIPTS}.html", "index.html", *(
+        f"{make_site.SCRIPTS}/{own}" for own in make_site.OWN_SCRIPTS
+    )):  # fmt: skip
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text("older")
+
+    def write_pages(made, course):
+        assert (site / "index.html").read_text() == "older", "it stays until the new one is whole"
+        (made / "index.html").write_text("newer")
+        monkeypatch.setattr(shutil, "copyfile", full)
+
+    course = make_site.Course(tmp_path, [], set(), {}, False)
+    monkeypatch.setattr(make_site, "read_course", lambda *_: course)
+    monkeypatch.setattr(make_site, "lessons_of", lambda course: [])
+    monkeypatch.setattr(make_site, "write_pages", write_pages)
+    monkeypatch.setattr(sys, "argv", ["make_site.py", "--static", "--into", str(site)])
+    assert inspect.unwrap(make_site.main)() == 0
+    assert sorted(os.listdir(site)) == ["index.html", make_site.SCRIPTS]
+    assert (site / "index.html").read_text() == "newer"
 
 
 HALF = "print('\\ud800')"  # half a letter: JSON may have it, and no file in UTF-8

@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -125,27 +126,24 @@ def write_course(folder):
             changed[file] = with_targets(read_text(ROOT / file))
         elif is_packed(file):
             changed[file] = packed(read_text(ROOT / file))
-    remove_copy(folder)
-    for file in files:
-        target = folder / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, target)
-        if file in changed:
-            # A notebook may have half of a surrogate pair, such as "\\ud800", which stays as it is.
-            target.write_text(changed[file], encoding="utf-8", errors="backslashreplace")
+    check_is_copy(folder)
+    with tempfile.TemporaryDirectory(prefix=make_site.UNFINISHED, dir=folder.parent) as made:
+        for file in files:
+            target = Path(made) / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, target)
+            if file in changed:
+                # A notebook may have half of a surrogate pair, such as "\\ud800"; it stays as it is.
+                target.write_text(changed[file], encoding="utf-8", errors="backslashreplace")
+        make_site.replace_content(folder, Path(made), keep=[".git"])
     return len(files), hidden
 
 
-def remove_copy(folder):
-    """Remove an older copy except its .git; reject a folder that has something else."""
+def check_is_copy(folder):
+    """Make the folder if it is missing; reject one that has something else than an older copy."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink() or (os.listdir(folder) and not (folder / ".git").is_dir()):
         sys.exit(f"make_handout.py: {folder} is not an older copy of the course; move it away")
-    for old in folder.iterdir():
-        if old.is_dir() and not old.is_symlink():
-            shutil.rmtree(old) if old.name != ".git" else None
-        else:
-            old.unlink()
 
 
 def is_left_out(file):

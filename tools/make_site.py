@@ -77,7 +77,7 @@ def main():
         new_file_beside(site / "index.html").unlink()
     except OSError as error:
         sys.exit(f"make_site.py: {site} cannot be written ({error.strerror}); name another --into")
-    with naming_files(), tempfile.TemporaryDirectory() as folder:
+    with naming_files(), tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=site) as folder:
         made = Path(folder) / site.name
         (made / SCRIPTS).mkdir(parents=True)
         for name in OWN_SCRIPTS:
@@ -89,9 +89,7 @@ def main():
         lives = not missing and not arguments.static
         course = read_course(Path(arguments.of).resolve(), lives, arguments.address, site)
         write_pages(made, course)
-        shutil.rmtree(site, ignore_errors=True)  # an older one, which stays until here
-        for part in (SCRIPTS, "."):  # first the scripts, which mark a folder as a site
-            shutil.copytree(made / part, site / part, dirs_exist_ok=True)
+        replace_content(site, made, keep=[Path(folder).name])
     kind = "run in the pages" if course.lives else "are pictures and text"
     print(
         f"{os.path.relpath(site)}/index.html: {len(lessons_of(course))} lessons, "
@@ -128,8 +126,29 @@ def check_is_site(folder):
     if os.path.lexists(folder) and not os.path.isdir(folder):
         sys.exit(f"make_site.py: {folder} is not a folder; name a new one")
     of_a_site = all(os.path.isfile(folder / SCRIPTS / name) for name in OWN_SCRIPTS)
-    if os.path.isdir(folder) and os.listdir(folder) and not of_a_site:
+    there = os.listdir(folder) if os.path.isdir(folder) else []
+    if not of_a_site and not all(name.startswith(UNFINISHED) for name in there):
         sys.exit(f"make_site.py: in {folder} is something else than a site; name a new folder")
+
+
+def replace_content(folder, made, keep=()):
+    """Move what is in `made`, on the same disk, into `folder`, and remove what was there before.
+
+    The older content stays until the new one is whole, and a full disk cannot stop a move.
+    """
+    names = os.listdir(made)
+    for name in names:
+        remove(folder / name)
+        os.rename(made / name, folder / name)
+    for name in set(os.listdir(folder)).difference(names, keep):
+        remove(folder / name)
+
+
+def remove(path):
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def check_is_course(folder):
@@ -496,6 +515,7 @@ PANEL = """<p class="panel">This is the panel's picture. In JupyterLab (<code>ma
 sliders, a cursor and a table.</p>"""
 
 SCRIPTS = "live"  # the folder of the site for scripts
+UNFINISHED = ".unfinished-"  # begins the name of a folder that takes another one's place when whole
 OWN_SCRIPTS = ("elements.js", "search.js", "live.css")  # that every site has there
 # Pages that the site adds, with paths as if they were in the repository.
 INDEX, EXPLORER, PUZZLES = Path("index.md"), Path("explorer.md"), Path("puzzles.md")
