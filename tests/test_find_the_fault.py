@@ -6,8 +6,10 @@ The checks of lesson 12b answer wrong diagnoses and wrong repairs in sentences.
 import importlib.util
 import inspect
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import textwrap
 
@@ -657,6 +659,25 @@ def test_a_repair_may_be_a_lambda_that_also_has_a_name_of_the_notebook(tmp_path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert "tied_gradient = " in check._write_piece("tied_gradient", module.repaired_8).read_text()
+
+
+def test_two_processes_repair_the_same_piece_in_two_folders(tmp_path):
+    """Two notebooks of one clone, or two workers of pytest."""
+    ours = of_a_cell("def tied_gradient(a, b):\n    return a + b\n", "tied_gradient", tmp_path)
+    file = check._write_piece("tied_gradient", ours)
+    own = "def tied_gradient(a, b):\n    return a - b\n"
+    write = "print(lesson_12b._write_piece('tied_gradient', tied_gradient), end='')\n"
+    (tmp_path / "other.py").write_text(f"from course.checks import lesson_12b\n\n\n{own}\n\n{write}")
+    other = subprocess.run(
+        [sys.executable, tmp_path / "other.py"],
+        env=os.environ | {"PYTHONPATH": str(launch.ROOT / "source_code")},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert other.stdout.endswith("tied_gradient.py") and other.stdout != str(file)
+    assert "return a + b" in file.read_text()
 
 
 def test_a_stub_is_not_attempted_and_another_name_is_refused(capsys, tmp_path):

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 12b: the fault and its ranks, and whether the repair gives the right losses."""
 
+import functools
 import math
 import re
 import shutil
+import tempfile
 from numbers import Integral
+from pathlib import Path
 
 from course import launch
 from course.building import WAITING
@@ -200,11 +203,18 @@ def _write_piece(name, function):
     if name not in names_of(function):
         raise WrongAnswer(f"write it with def and call it {name}, as the broken one is called")
     request = request_of(function)
-    file = launch.ROOT / "build" / "lesson_12b" / f"{name}.py"
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file = Path(_own_folder().name) / f"{name}.py"
     lines = [*HEAD, *request["imports"], *(text for _, text in request["sources"])]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
+
+
+@functools.cache
+def _own_folder():
+    """A folder of this process alone: two notebooks of one clone may repair the same piece."""
+    build = launch.ROOT / "build"
+    build.mkdir(exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix="12b_", dir=build, ignore_cleanup_errors=True)
 
 
 def _run(flags, folder):
