@@ -7,13 +7,15 @@ import re
 
 import numpy
 import pytest
+import torch
 from further import SEEDS
 
 from course.checks import lesson_10c as check
+from course.checks import lesson_10c_on_ranks as on_ranks
 
 
 def right(scores, targets, first, all_reduce):
-    rows = torch.arange(len(targets))  # noqa: F821 - the ranks have it
+    rows = torch.arange(len(targets))
     here = (targets >= first) & (targets < first + scores.shape[1])
     own = (targets - first).where(here, 0)
     largest = all_reduce(scores.max(1).values, "max")
@@ -75,6 +77,65 @@ WRONG = {
     "the target is not told": (
         changed('all_reduce(scores[rows, own] * here, "sum")', "scores[rows, own] * here"),
         ["rank 0", "without the score of most targets"],
+    ),
+    "targets that are not shifted": (
+        changed(
+            "here = (targets >= first) & (targets < first + scores.shape[1])\n"
+            "    own = (targets - first)",
+            "here = targets < scores.shape[1]\n    own = targets",
+        ),
+        ["the loss is that with targets that are not shifted", "column target - first"],
+    ),
+    "targets that are not shifted, on the right rank": (
+        changed("(targets - first).where(here, 0)", "targets.clamp(max=scores.shape[1] - 1)"),
+        ["the loss is that with targets that are not shifted"],
+    ),
+    "a score of each rank for each target": (
+        changed("scores[rows, own] * here", "scores[rows, own]"),
+        ["a score of every rank for each target", "the others add 0"],
+    ),
+    "a score of each rank, from the nearest column": (
+        changed(
+            "scores[rows, own] * here",
+            "scores[rows, (targets - first).clamp(0, scores.shape[1] - 1)]",
+        ),
+        ["a score of every rank for each target"],
+    ),
+    "a column too early": (
+        changed("scores[rows, own] * here", "scores[rows, own - 1] * here"),
+        ["the score one column before each target's"],
+    ),
+    "a column too late": (
+        changed("scores[rows, own] * here", "scores[rows, (own + 1) % scores.shape[1]] * here"),
+        ["the score one column after each target's"],
+    ),
+    "the first column belongs to nobody": (
+        changed("targets >= first", "targets > first"),
+        ["without the targets in the first column of a rank"],
+    ),
+    "the last column belongs to nobody": (
+        changed("first + scores.shape[1])", "first + scores.shape[1] - 1)"),
+        ["without the targets in the last column of a rank"],
+    ),
+    "a column of the next rank": (
+        changed(
+            "targets < first + scores.shape[1])\n    own = (targets - first)",
+            "targets <= first + scores.shape[1])\n"
+            "    own = (targets - first).clamp(max=scores.shape[1] - 1)",
+        ),
+        ["one token too many on each rank", "the next rank"],
+    ),
+    "a column of the rank before": (
+        changed("targets >= first", "targets >= first - 1"),
+        ["one token too many on each rank", "the rank before"],
+    ),
+    "targets that are no columns": (
+        changed("(targets - first).where(here, 0)", "targets"),
+        ["is out of bounds; token t is in column t - first"],
+    ),
+    "one is subtracted in another column": (
+        changed("gradient[rows, own]", "gradient[rows, own - 1]"),
+        ["the gradient has its -1 at position 0 in column 2", "the target is in column 3"],
     ),
     "one is subtracted on every rank": (
         changed("-= here.double()", "-= 1"),
@@ -196,6 +257,15 @@ def test_the_ranks_have_the_helpers_and_imports_of_the_readers_notebook(capsys):
 def test_the_solution_is_right_and_the_stub_not_attempted(capsys):
     assert said_of(right, capsys).startswith("Right: the loss and the gradient")
     assert said_of(stub, capsys).startswith("Not attempted yet")
+
+
+def test_no_two_causes_give_the_same_loss():
+    whole, targets = on_ranks.draw_scores(), torch.tensor(on_ranks.TARGETS)
+    slips = on_ranks.losses_of_slips(whole, targets)
+    assert list(slips) == list(check.SLIPS)
+    right = on_ranks.losses_that_might_be(whole, targets, 0, 17)["right"]
+    causes = [{round(loss, 9) for loss in losses} for losses in ([right], *slips.values())]
+    assert sum(map(len, causes)) == len(set.union(*causes))
 
 
 def test_the_arguments_may_have_other_names(program, capsys):

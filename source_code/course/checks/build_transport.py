@@ -92,6 +92,7 @@ class TransportWords:
         self.counts = request.get("microbatches", [])
         of_functions = STEP_HINTS if self.counts else CELL_HINTS
         self.hints = of_functions if request.get("functions", True) else HINTS | OF_A_FILE
+        self.hints = request.get("hints", {}) | self.hints  # those of an exercise
         self.chunks = request.get("chunks", 1)
         self.frees = request.get(
             "frees", False

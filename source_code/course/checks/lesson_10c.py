@@ -19,6 +19,24 @@ LOSSES = {  # the sentence about each loss that a known omission gives
     "subtracted from the exponentials alone",
     "total": "of all positions together: return the mean over the positions",
 }
+SLIPS = {  # of a rank that looks up a target's score: the sentence about each loss that one gives
+    "unshifted": "with targets that are not shifted: column 0 of a rank is token `first`, so look in "
+    "column target - first",
+    "everywhere": "with a score of every rank for each target: only the rank that has the target "
+    "adds its score, and the others add 0",
+    "before": "with the score one column before each target's: its column is target - first",
+    "after": "with the score one column after each target's: its column is target - first",
+    "without first": "without the targets in the first column of a rank, which is token `first`",
+    "without last": "without the targets in the last column of a rank, which is token first + "
+    "scores.shape[1] - 1",
+    "one above": "with one token too many on each rank: first + scores.shape[1] belongs to the next "
+    "rank",
+    "one below": "with one token too many on each rank: first - 1 belongs to the rank before",
+}
+HINTS = {
+    "is out of bounds": "token t is in column t - first of the rank that has it, and in no column of "
+    "another rank, where t - first is negative or too large"
+}
 GRADIENTS = {
     "softmax": "is the softmax alone: the target's score has a gradient of -1 on the rank that has it",
     "own": "is made with the softmax of this rank's rows: divide by the sum over all ranks",
@@ -39,7 +57,7 @@ CASES_IN_WORDS = (
 )
 def split_loss(function):
     """Check `function(scores, targets, first, all_reduce)`: (mean loss, gradient of the scores)."""
-    reports = perform(request_of(function, program=PROGRAM), RANKS)
+    reports = perform(request_of(function, program=PROGRAM, hints=HINTS), RANKS)
     for rank, of_rank in enumerate(reports):
         for size, report in zip(CASES_IN_WORDS, of_rank):
             if report is None:
@@ -77,6 +95,9 @@ def complaint_of(report):
         for name, said in LOSSES.items():
             if close(loss, losses[name]):
                 return f"the loss is that {said}"
+        for name, said in SLIPS.items():
+            if any(close(loss, each) for each in report["slips"][name]):
+                return f"the loss is that {said}"
         if math.isclose(loss, losses["right"], rel_tol=1e-5):
             return (
                 f"the loss is off by {abs(loss - losses['right']):.0e}: was a part of it a float32?"
@@ -97,6 +118,11 @@ def complaint_of_gradient(what, *more):
         return (
             f"the gradient is wrong at positions {', '.join(map(str, more[0]))} only, whose target "
             "is on another rank: there is nothing to subtract there"
+        )
+    if what == "column":
+        return (
+            "the gradient has its -1 at position {} in column {} of this rank, and the target is in "
+            "column {}".format(*more)
         )
     return f"the gradient {GRADIENTS[what]}"
 

@@ -52,6 +52,7 @@ def examine(rank, function, sizes, scale, targets):
     report = {"loss": loss.item() if loss.numel() == 1 else None, "sizes": sizes[:]}
     report["scores"] = whole[:, first:last].numel()
     report["losses"] = losses_that_might_be(whole, targets, first, last)
+    report["slips"] = losses_of_slips(whole, targets)
     report["gradient"] = compare(gradient, right, whole, targets, first, last)
     return report
 
@@ -94,6 +95,33 @@ def losses_that_might_be(whole, targets, first, last):
     }
 
 
+def losses_of_slips(whole, targets):
+    """{name of a slip in looking up the target's score: the losses that it may give}."""
+    found = {}
+    for first, last in cut_evenly(VOCABULARY, RANKS):
+        part, own, width = whole[:, first:last], targets - first, last - first
+        here = (own >= 0) & (own < width)
+
+        def scores_at(columns, where):
+            # A column that is not there is the nearest one, or as in Python one from the other end.
+            near, around = columns.clamp(0, width - 1), columns % width
+            return [part.gather(1, each[:, None])[:, 0] * where for each in (near, around)]
+
+        for name, scores in {
+            "unshifted": [*scores_at(targets, targets < width), *scores_at(targets, here)],
+            "everywhere": [*scores_at(own, 1), *scores_at(own.where(here, 0), 1)],
+            "before": scores_at(own - 1, here),
+            "after": scores_at(own + 1, here),
+            "without first": scores_at(own, here & (own > 0)),
+            "without last": scores_at(own, here & (own < width - 1)),
+            "one above": scores_at(own, (own >= 0) & (own <= width)),
+            "one below": scores_at(own, (own >= -1) & (own < width)),
+        }.items():
+            found[name] = [a + b for a, b in zip(found.get(name, [0] * len(scores)), scores)]
+    total = whole.logsumexp(-1)
+    return {name: [(total - t).mean().item() for t in found[name]] for name in found}
+
+
 def compare(gradient, right, whole, targets, first, last):
     """Classify the gradient: [a word, then what its sentence needs]; "else" if nothing fits."""
     if gradient.shape != right.shape:
@@ -118,6 +146,11 @@ def compare(gradient, right, whole, targets, first, last):
     elsewhere = (targets < first) | (targets >= last)
     if bool((wrong <= elsewhere).all()):
         return ["elsewhere", wrong.nonzero().flatten().tolist()]
+    for share in (1, count):
+        less = softmax - share * gradient
+        if is_close(less, less.round()) and is_close(less.sum(-1), (~elsewhere).double()):
+            position = int((less - hit).abs().amax(-1).argmax())
+            return ["column", position, int(less[position].argmax()), int(hit[position].argmax())]
     return ["else"]
 
 
