@@ -25,7 +25,7 @@ from readers_answers import RIGHT
 
 from course import launch
 from course.building import messages, on_ranks, own_file
-from course.checks import build_stash
+from course.checks import build_save, build_stash, library_mistakes, reader_on_ranks
 from course.checks import build_steps as build
 from course.checks.answer import NOT_ATTEMPTED
 from course.checks.build_text import holes, request_of, zero_as_none
@@ -595,6 +595,48 @@ def test_what_a_check_has_called_right_is_kept_in_the_readers_file(tmp_path, cap
     assert "one_f_one_b_step is yours" in said and "gpipe_step       is the course's" in said
     file = own_file.FILE.read_text()
     assert "# written on a rainy day" in file and "targets[k]) / len(inputs)" in file
+
+
+@pytest.fixture
+def float64_by_default():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_type_that_a_cell_has_set_goes_with_a_step(
+    tmp_path, capsys, monkeypatch, float64_by_default
+):
+    monkeypatch.setattr(own_file, "FILE", tmp_path / "my_pipeline.py")
+    monkeypatch.setattr(own_file, "PARTS", tmp_path / "my_pipeline")
+    text = SOLUTIONS["naive_step"]
+    assert text.count(", dtype=torch.float64") == 1
+    step = written(tmp_path, text.replace(", dtype=torch.float64", ""), "naive_step")
+    build.naive_step(step)
+    assert capsys.readouterr().out.startswith("Right: ")
+    own_file.keep(step)
+    assert "name the type within naive_step" in capsys.readouterr().out
+    assert "set_default_dtype" not in own_file.FILE.read_text()
+    torch.set_default_dtype(torch.float32)
+    build.naive_step(step)
+    assert "rank 1 has made room for (2, 8, 16) in float32" in capsys.readouterr().out
+
+
+def test_the_default_type_of_a_cell_changes_no_run_that_an_answer_is_compared_with(
+    float64_by_default,
+):
+    with reader_on_ranks.as_on_a_rank():
+        assert torch.get_default_dtype() is torch.float32
+    assert build_save.undisturbed.__wrapped__()[0] == pytest.approx(5.183731, abs=1e-6)
+    assert library_mistakes.losses_of.__wrapped__(steps=1)[0] == pytest.approx(5.183731, abs=1e-6)
+
+
+def test_an_attribute_that_a_cell_sets_by_setattr_goes_along(tmp_path):
+    head = "from types import SimpleNamespace\nsizes = SimpleNamespace()\n"
+    head += "setattr(sizes, 'three', 3)\n\n\n"
+    edit = ("torch.empty(3)", "torch.empty(sizes.three)")
+    step = written(tmp_path, head + SOLUTIONS["there_and_back"].replace(*edit), "there_and_back")
+    assert "setattr(sizes, 'three', 3)" in dict(request_of(step)["sources"])["sizes"]
 
 
 def test_a_local_variable_is_not_taken_for_a_name_of_the_notebook(tmp_path):

@@ -667,7 +667,9 @@ def test_two_processes_repair_the_same_piece_in_two_folders(tmp_path):
     file = check._write_piece("tied_gradient", ours)
     own = "def tied_gradient(a, b):\n    return a - b\n"
     write = "print(lesson_12b._write_piece('tied_gradient', tied_gradient), end='')\n"
-    (tmp_path / "other.py").write_text(f"from course.checks import lesson_12b\n\n\n{own}\n\n{write}")
+    (tmp_path / "other.py").write_text(
+        f"from course.checks import lesson_12b\n\n\n{own}\n\n{write}"
+    )
     other = subprocess.run(
         [sys.executable, tmp_path / "other.py"],
         env=os.environ | {"PYTHONPATH": str(launch.ROOT / "source_code")},

@@ -139,6 +139,8 @@ def _is_filled(node, name):
     """Whether a part of a statement adds something to `name`, or sets its element or attribute."""
     if isinstance(node, (ast.Subscript, ast.Attribute)):
         return isinstance(node.ctx, ast.Store) and _owner_of(node) == name
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
+        return bool(node.args) and _owner_of(node.args[0]) == name
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return node.func.attr in FILLING and _owner_of(node.func) == name
     return False

@@ -9,7 +9,7 @@ from course.building.examining import examine
 from course.checks.answer import checked, many
 from course.checks.build_text import request_of
 from course.checks.build_words import Words
-from course.checks.reader_on_ranks import one_thread
+from course.checks.reader_on_ranks import as_on_a_rank
 
 PROGRAM = "course.checks.build_save_on_ranks.main"
 STEPS = 12
@@ -131,7 +131,7 @@ def wrong_losses(told, wanted, case):
 
 
 @cache
-@one_thread()
+@as_on_a_rank()
 def undisturbed():
     """The losses of a training run in one process without interruption."""
     from small.pipeline import batch, build_stage, loss_of  # torch comes with it

@@ -22,7 +22,7 @@ def request_of(*functions, places=1, **more):
     and WrongAnswer for anything whose text cannot be found in a cell: a partial, a method or another
     object needs a name there.
     """
-    sources, imports = {}, []
+    sources, imports = default_dtype(), []
     for function in functions:
         texts = []
         if callable(function) and not inspect.isbuiltin(function):
@@ -42,6 +42,14 @@ def request_of(*functions, places=1, **more):
         if holes(text):
             raise WrongAnswer(f"line {holes(text)[0]} of {name} still has its ...")
     return {"functions": names, "sources": list(sources.items()), "imports": imports, **more}
+
+
+def default_dtype():
+    """{"": statement} that gives a rank the default type that a cell has set; else {}."""
+    torch = sys.modules.get("torch")  # an import would take long
+    if torch is None or torch.get_default_dtype() is torch.float32:
+        return {}
+    return {"": f"import torch\n\ntorch.set_default_dtype({torch.get_default_dtype()})"}
 
 
 def collect(function):

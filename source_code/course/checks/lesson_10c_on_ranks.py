@@ -95,6 +95,13 @@ def losses_that_might_be(whole, targets, first, last):
     }
 
 
+def scores_at(part, columns, where):
+    """The scores in these columns of a rank, twice: a column that is not there is the nearest one,
+    or as in Python one from the other end."""
+    near, around = columns.clamp(0, part.shape[1] - 1), columns % part.shape[1]
+    return [part.gather(1, each[:, None])[:, 0] * where for each in (near, around)]
+
+
 def losses_of_slips(whole, targets):
     """{name of a slip in looking up the target's score: the losses that it may give}."""
     found = {}
@@ -102,20 +109,18 @@ def losses_of_slips(whole, targets):
         part, own, width = whole[:, first:last], targets - first, last - first
         here = (own >= 0) & (own < width)
 
-        def scores_at(columns, where):
-            # A column that is not there is the nearest one, or as in Python one from the other end.
-            near, around = columns.clamp(0, width - 1), columns % width
-            return [part.gather(1, each[:, None])[:, 0] * where for each in (near, around)]
-
         for name, scores in {
-            "unshifted": [*scores_at(targets, targets < width), *scores_at(targets, here)],
-            "everywhere": [*scores_at(own, 1), *scores_at(own.where(here, 0), 1)],
-            "before": scores_at(own - 1, here),
-            "after": scores_at(own + 1, here),
-            "without first": scores_at(own, here & (own > 0)),
-            "without last": scores_at(own, here & (own < width - 1)),
-            "one above": scores_at(own, (own >= 0) & (own <= width)),
-            "one below": scores_at(own, (own >= -1) & (own < width)),
+            "unshifted": [
+                *scores_at(part, targets, targets < width),
+                *scores_at(part, targets, here),
+            ],
+            "everywhere": [*scores_at(part, own, 1), *scores_at(part, own.where(here, 0), 1)],
+            "before": scores_at(part, own - 1, here),
+            "after": scores_at(part, own + 1, here),
+            "without first": scores_at(part, own, here & (own > 0)),
+            "without last": scores_at(part, own, here & (own < width - 1)),
+            "one above": scores_at(part, own, (own >= 0) & (own <= width)),
+            "one below": scores_at(part, own, (own >= -1) & (own < width)),
         }.items():
             found[name] = [a + b for a, b in zip(found.get(name, [0] * len(scores)), scores)]
     total = whole.logsumexp(-1)

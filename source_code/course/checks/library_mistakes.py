@@ -7,7 +7,7 @@ losses of a mistake, it makes that mistake.
 
 from functools import cache
 
-from course.checks.reader_on_ranks import one_thread
+from course.checks.reader_on_ranks import as_on_a_rank
 
 STEPS, RATE, MICROBATCHES, LARGEST = 6, 0.5, 8, 1.3
 LIMIT = 3e-5  # torch's clip_grad_norm_ divides by norm + 1e-6, which changes the sixth digit
@@ -80,7 +80,7 @@ def agree(found, wanted):
 
 
 @cache
-@one_thread()
+@as_on_a_rank()
 def losses_of(
     num_ranks=4,
     zeroed=True,

@@ -20,13 +20,18 @@ def perform(request, num_ranks):
 
 
 @contextmanager
-def one_thread():
-    """A context in which torch uses one thread, which makes small matrix products faster."""
+def as_on_a_rank():
+    """A context in which torch has one thread and makes float32, whatever a cell has set.
+
+    One thread makes small matrix products faster.
+    """
     import torch
 
-    usual = torch.get_num_threads()
+    usual = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
     try:
         yield
     finally:
-        torch.set_num_threads(usual)
+        torch.set_num_threads(usual[0])
+        torch.set_default_dtype(usual[1])
