@@ -115,6 +115,61 @@ def sorted_twice(x, chosen, weight, expert, exchange_counts, exchange, losses, s
     return returned[order] * weight[:, None], losses.sum() / sequences
 
 
+def never_put_back(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    order = chosen.argsort(stable=True)
+    sent = chosen.bincount(minlength=2).tolist()
+    received = exchange_counts(sent)
+    returned = exchange(expert(exchange(x[order], sent, received)), received, sent)
+    return returned * weight[:, None], losses.sum() / sequences
+
+
+def never_sorted(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    sent = chosen.bincount(minlength=2).tolist()
+    received = exchange_counts(sent)
+    returned = exchange(expert(exchange(x, sent, received)), received, sent)
+    return returned * weight[:, None], losses.sum() / sequences
+
+
+def sorted_downwards(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    order = chosen.argsort(stable=True, descending=True)
+    sent = chosen.bincount(minlength=2).tolist()
+    received = exchange_counts(sent)
+    returned = exchange(expert(exchange(x[order], sent, received)), received, sent)
+    return returned[order.argsort()] * weight[:, None], losses.sum() / sequences
+
+
+def weights_of_the_sorted(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    order = chosen.argsort(stable=True)
+    sent = chosen.bincount(minlength=2).tolist()
+    received = exchange_counts(sent)
+    returned = exchange(expert(exchange(x[order], sent, received)), received, sent)
+    return returned[order.argsort()] * weight[order, None], losses.sum() / sequences
+
+
+def sent_back_reversed(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    order = chosen.argsort(stable=True)
+    sent = chosen.bincount(minlength=2).tolist()
+    received = exchange_counts(sent)
+    results = expert(exchange(x[order], sent, received)).flip(0)
+    returned = exchange(results, received, sent)
+    return returned[order.argsort()] * weight[:, None], losses.sum() / sequences
+
+
+def put_back_reversed(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    order = chosen.argsort(stable=True)
+    sent = chosen.bincount(minlength=2).tolist()
+    received = exchange_counts(sent)
+    returned = exchange(expert(exchange(x[order], sent, received)), received, sent)
+    return returned[order.argsort()].flip(0) * weight[:, None], losses.sum() / sequences
+
+
+def with_a_bias(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    mixed, share = right(  # noqa: F821
+        x, chosen, weight, expert, exchange_counts, exchange, losses, sequences
+    )
+    return mixed + 1, share
+
+
 def weighted_before(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
     x, ones = x * weight[:, None], weight / weight.detach()
     return right(x, chosen, ones, expert, exchange_counts, exchange, losses, sequences)  # noqa: F821
@@ -244,11 +299,26 @@ def test_right_answers(mix, capsys):
         (order_of_the_first_call, "is out of bounds for dimension 0 with size 4"),
         (some_of_expert_0, "raised IndexError: index -1 is out of bounds"),
         (one_count, "] is not a count for each of 2 ranks"),
-        (only_own_tokens, "which row belongs to which token"),
+        (only_own_tokens, "each token has the result of expert 0, whichever it chose"),
         (results_alone, "a pair of tensors"),
         (way_back_swapped, "Split sizes doesn't match"),
         (counts_not_exchanged, "rows are to arrive from ranks 0 and 1, and"),
-        (sorted_twice, "which row belongs to which token"),
+        (
+            sorted_twice,
+            "token 0 has the result of token 4: the rows come back sorted by expert, and"
+            " the same order sorts them once more",
+        ),
+        (
+            never_put_back,
+            "token 0 has the result of token 1: the rows come back sorted by expert, "
+            "and the weights are those of the tokens in their own order",
+        ),
+        (never_sorted, "token 0 chose expert 1, and expert 0 computed it"),
+        (sorted_downwards, "chose expert 1, and expert 0 computed it: `exchange` takes the first"),
+        (weights_of_the_sorted, "that of token 0 was multiplied by the weight of token 1"),
+        (sent_back_reversed, "of rank 1: an expert's results go back in the order in which"),
+        (put_back_reversed, "token 0 has the result of token 5: row i that comes back belongs to"),
+        (with_a_bias, "which row belongs to which token, to which weight and to which rank"),
         (weighted_before, "the weight multiplies what goes into the expert"),
         (nothing_for_no_tokens, "and rank 1 has returned without it"),
         (every_token_to_both, "expert 0 also computes 6 tokens that chose the other one"),

@@ -81,11 +81,14 @@ def run_layer(job, reader, case):
     right, unusual, gradients = one_process(case)
     right_share = losses.sum() / case.sequences
     return {
+        "rank": rank,
         "same": close(mixed, right[rank]),
         "rounded": close(mixed, right[rank], ROUNDED),
         "sorted": close(mixed.sort(0).values, right[rank].sort(0).values),
         "unweighted": close(mixed, right[rank] / weights[rank][:, None]),
         "weighted before": close(mixed, unusual[rank]),
+        "order": torch.tensor(case.chosen[rank]).argsort(stable=True).tolist(),
+        "rows": [origin_of(row, n, rank, case) for n, row in enumerate(mixed.detach())],
         "share": close(share, right_share),
         "share rounded": close(share, right_share, ROUNDED),
         "share of own": close(share, losses.mean(), ROUNDED),
@@ -97,6 +100,21 @@ def run_layer(job, reader, case):
         "losses": losses.grad is not None and close(losses.grad, 1 / case.sequences, 1e-12),
         "not its own": number_of_others(computed, case, rank),
     }
+
+
+def origin_of(row, place, rank, case):
+    """What a result in the place of a token of `rank` is, or None if it is no token's: {"rank" and
+    "token": whose, "expert": whose result, "chosen": which it chose, "weight": the token of `rank`
+    whose weight it has}."""
+    tokens, weights, experts, _ = drawn(case)
+    factors = sorted(enumerate(weights[rank]), key=lambda pair: pair[0] != place)
+    for k, factor in factors:  # its own place first
+        for r, x in enumerate(tokens):
+            for e, expert in enumerate(experts):
+                same = ((torch.tanh(x @ expert) * factor - row).abs() < 1e-9).all(1).nonzero()
+                for m in same.flatten().tolist():
+                    chosen = case.chosen[r][m]
+                    return {"rank": r, "token": m, "expert": e, "chosen": chosen, "weight": k}
 
 
 def number_of_others(computed, case, rank):
