@@ -96,9 +96,19 @@ def endless_generator(num_ranks, num_microbatches):
         yield "0F0"
 
 
-def test_a_loop_without_an_end_is_ended(capsys, monkeypatch):
+def endless_loop_that_catches(num_ranks, largest):
+    while True:
+        try:
+            return (num_ranks - 1) / 0
+        except Exception:
+            continue
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("endless", [endless_loop, endless_loop_that_catches])
+def test_a_loop_without_an_end_is_ended(endless, capsys, monkeypatch):
     monkeypatch.setattr(answering, "LONGEST", 0.1)
-    said = answer_to(lesson_02.enough_microbatches, capsys, endless_loop)
+    said = answer_to(lesson_02.enough_microbatches, capsys, endless)
     assert said.endswith("raised TimeoutError: computed for 0.1 s; does this loop end?")
 
 

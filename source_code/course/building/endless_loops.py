@@ -9,6 +9,18 @@ from contextlib import contextmanager
 COMPUTING = 2  # seconds of processor time after which a loop counts as endless
 
 
+class _Endless(BaseException):
+    """Passes an `except Exception` in the loop that it ends."""
+
+
+@contextmanager
+def _told():
+    try:
+        yield
+    except _Endless as end:
+        raise TimeoutError(*end.args).with_traceback(end.__traceback__) from None
+
+
 @contextmanager
 def endless_loops_ended(seconds=None):
     """A context for the reader's code, which may compute for `seconds` of processor time.
@@ -23,16 +35,18 @@ def endless_loops_ended(seconds=None):
         yield
         return
     if any(signal.getitimer(signal.ITIMER_VIRTUAL)):
-        yield
+        with _told():
+            yield
         return
 
     def stop(*_):
-        raise TimeoutError(f"computed for {seconds} s; does this loop end?")
+        raise _Endless(f"computed for {seconds} s; does this loop end?")
 
     usual = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
-        yield
+        with _told():
+            yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, usual)
