@@ -105,7 +105,7 @@ def endless_loop_that_catches(num_ranks, largest):
             continue
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, method="thread")  # the loop would catch an error
 @pytest.mark.parametrize("endless", [endless_loop, endless_loop_that_catches])
 def test_a_loop_without_an_end_is_ended(endless, capsys, monkeypatch):
     monkeypatch.setattr(answering, "LONGEST", 0.1)
