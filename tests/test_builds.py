@@ -597,6 +597,15 @@ def test_what_a_check_has_called_right_is_kept_in_the_readers_file(tmp_path, cap
     assert "# written on a rainy day" in file and "targets[k]) / len(inputs)" in file
 
 
+@pytest.mark.parametrize("end", ["dist.isend(None, 1)", "dist.barrier()"], ids=["raises", "waits"])
+def test_an_error_behind_a_finally_that_fails_or_never_ends_is_told(end, tmp_path, capsys):
+    room = "    received = torch.empty(3)\n"
+    new = "    try:\n        received = torch.empty(3 if dist.get_rank() else '3')\n"
+    new += f"    finally:\n        if dist.get_rank() == 0:\n            {end}\n"
+    said = answer_to(tmp_path, capsys, "there_and_back", (room, new))
+    assert re.search(r"line 4 of there_and_back .* raised TypeError: empty.*\(on rank 0\)", said)
+
+
 @pytest.fixture
 def float64_by_default():
     torch.set_default_dtype(torch.float64)

@@ -180,6 +180,29 @@ def test_laundry_explains(minutes, sentence, capsys):
     assert answer.startswith("Not yet: ") and sentence in answer
 
 
+def hidden_by_a_finally(ranks, idle):
+    try:
+        return ranks / 0
+    finally:
+        {}["second"]
+
+
+def raised_anew(ranks, idle):
+    try:
+        return ranks / 0
+    except ZeroDivisionError:
+        raise KeyError("second") from None
+
+
+@pytest.mark.parametrize(
+    "answer, earlier",
+    [(hidden_by_a_finally, "ZeroDivisionError: division by zero, and then "), (raised_anew, "")],
+)
+def test_an_error_that_a_finally_hides_is_told_too(answer, earlier, capsys):
+    said = answer_to(lesson_02.enough_microbatches, capsys, answer)
+    assert said.endswith(f"raised {earlier}KeyError: 'second'")
+
+
 @pytest.mark.parametrize(
     ("size", "ranks", "sentence"),
     [

@@ -145,6 +145,8 @@ def examine(request, num_ranks, show=True):
         with started_ranks(SCRIPT, [file.name], num_ranks) as ranks:
             observed = Observed([Rank(number) for number in range(num_ranks)])
             _follow(ranks, observed, show)
+    for rank in observed.ranks if observed.stuck or observed.silent else ():
+        rank.raised = rank.raised or (rank.waits or {}).get("behind")  # a `finally` waits in vain
     if show and observed.printed and not observed.printed.endswith("\n"):
         print()  # the verdict begins a line of its own
     return observed

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from functools import partial
 from numbers import Integral
 from queue import SimpleQueue
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from course.building import ANY_RANK, EVERY_RANK, MARK, YOURS
+from course.building import ANY_RANK, EVERY_RANK, MARK, YOURS, in_words
 
 # The functions of torch.distributed that return only after every rank has called them.
 COLLECTIVES = ["barrier", "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter"]
@@ -34,6 +35,8 @@ def tell(event, **more):
     """Send an event of this rank to the process that examines it."""
     line = {"rank": int(os.environ["RANK"]), "event": event, **more}
     line.setdefault("at", place(sys._getframe(1)))
+    if event == "waits" and sys.exc_info()[1]:  # the wait is in a `finally`
+        line["behind"] = described(sys.exc_info()[1])
     os.write(1, f"{MARK}{json.dumps(line, default=repr)}\n".encode())
 
 
@@ -41,6 +44,18 @@ def place(frame):
     """[function, line] of the innermost line of the reader's own code, or None."""
     for own in own_frames(frame):
         return own.f_code.co_filename[len(YOURS) : -1], own.f_lineno
+
+
+def described(error):
+    """An error with the last line of the reader's own code that led to it, for an event."""
+    kind, _, said = in_words(error).partition(": ")
+    while error.__context__ and not error.__suppress_context__:
+        error = error.__context__
+    frames = traceback.walk_tb(error.__traceback__)
+    places = [(frame.f_code.co_filename, line) for frame, line in frames]
+    own = [(file[len(YOURS) : -1], line) for file, line in places if file.startswith(YOURS)]
+    first_line = "".join(said.strip().splitlines()[:1])
+    return {"kind": kind, "said": first_line[:300], "where": own[-1] if own else None}
 
 
 def own_frames(frame):

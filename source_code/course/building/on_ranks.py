@@ -13,7 +13,6 @@ import importlib
 import json
 import sys
 import time
-import traceback
 import types
 from pathlib import Path
 
@@ -23,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # torchrun knows this
 
 from course.building import YOURS  # noqa: E402
 from course.building.endless_loops import endless_loops_ended  # noqa: E402
-from course.building.messages import tell, watch_messages  # noqa: E402
+from course.building.messages import described, tell, watch_messages  # noqa: E402
 from small import pipeline as my_pipeline  # noqa: E402
 
 
@@ -43,7 +42,7 @@ def main():
             raise
         say_done()
     except Exception as error:
-        tell_error(error)
+        tell("raised", **described(error))
     time.sleep(60)
 
 
@@ -66,20 +65,6 @@ def functions_of(request):
 def say_done():
     sys.stdout.flush()  # what the reader has printed
     tell("done")
-
-
-def tell_error(error):
-    """Report an error, with the last line of the reader's own code that led to it."""
-    frames = traceback.walk_tb(error.__traceback__)
-    places = [(frame.f_code.co_filename, line) for frame, line in frames]
-    own = [(file[len(YOURS) : -1], line) for file, line in places if file.startswith(YOURS)]
-    said = str(error).strip().splitlines()[:1]
-    tell(
-        "raised",
-        kind=type(error).__name__,
-        said="".join(said)[:300],
-        where=own[-1] if own else None,
-    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from decimal import Decimal
 from itertools import islice
 
 from course import progress
+from course.building import in_words
 from course.building.endless_loops import endless_loops_ended
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.schedules.legal import check_legal
@@ -107,7 +108,7 @@ def call(function, *arguments):
             result = function(*arguments)
             result = list(islice(result, MOST_VALUES)) if isinstance(result, Iterator) else result
     except Exception as error:  # an error in the learner's code is a wrong answer
-        raise WrongAnswer(f"{name} raised {type(error).__name__}: {error}") from None
+        raise WrongAnswer(f"{name} raised {in_words(error)}") from None
     if isinstance(result, list) and len(result) == MOST_VALUES:
         raise WrongAnswer(f"{name} gives {MOST_VALUES:,} values and more; does it end?")
     if result is ...:

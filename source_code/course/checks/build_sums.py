@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of a hook that starts the sums of gradients early enough (lesson 10)."""
 
+from course.building import in_words
 from course.building.endless_loops import endless_loops_ended
 from course.checks.answer import WrongAnswer, checked
 from course.checks.build_text import request_of
@@ -57,9 +58,8 @@ def misplaced(after, schedule, rank, order):
             with endless_loops_ended():
                 after(action, order, start)
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
             raise WrongAnswer(
-                f"{schedule.name}, after {action} your function raised {said}"
+                f"{schedule.name}, after {action} your function raised {in_words(error)}"
             ) from None
     own = sorted({action.stage for action in order})
     for position, stage in started:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 09: a backward in two halves, and a schedule whose weights' halves move."""
 
+from course.building import in_words
 from course.checks.answer import WrongAnswer, call, checked, read_rows
 from lab.simulator import Costs, simulate
 from lab.story import waits_of
@@ -136,7 +137,7 @@ def _half_of_weights(weight_half, weight, deferred, wanted, k):
         if deferred:  # not with an emptied list, whose first entry the half may need
             weight_half(deferred)
     except Exception as error:
-        raise WrongAnswer(f"weight_half raised {type(error).__name__}: {error}") from None
+        raise WrongAnswer(f"weight_half raised {in_words(error)}") from None
     twice = not torch.equal(again, weight.grad)
     weight.grad.copy_(again)  # in place, because the reader may have stored this tensor
     if weight.grad.shape != wanted[k].shape or not weight.grad.any():
