@@ -4,7 +4,7 @@ import math
 from collections import deque
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from operator import floordiv, truediv
 
 import numpy
@@ -178,6 +178,22 @@ def test_a_wrong_fraction_is_explained_as_any_number_is(capsys):
 def test_laundry_explains(minutes, sentence, capsys):
     answer = answer_to(lesson_00.laundry, capsys, minutes)
     assert answer.startswith("Not yet: ") and sentence in answer
+
+
+def begun(num_ranks, largest_bubble):
+    if num_ranks > 5:
+        return 4 * num_ranks
+    return ...
+
+
+def test_dots_that_a_begun_answer_returns_are_no_stub(capsys):
+    said = answer_to(lesson_02.enough_microbatches, capsys, begun)
+    assert said.startswith("Not yet: ") and "returned `...`" in said
+
+
+@pytest.mark.parametrize("answer", [lambda *_: ..., partial(stub, 1), cache(stub)])
+def test_a_stub_is_untouched_in_any_form(answer, capsys):
+    assert answer_to(lesson_02.enough_microbatches, capsys, answer) == NOT_ATTEMPTED
 
 
 def hidden_by_a_finally(ranks, idle):

@@ -6,6 +6,7 @@ None if all is right. The decorator `checked` turns it into the function that a 
 """
 
 import functools
+import inspect
 import math
 import numbers
 from collections import deque
@@ -111,11 +112,23 @@ def call(function, *arguments):
         raise WrongAnswer(f"{name} raised {in_words(error)}") from None
     if isinstance(result, list) and len(result) == MOST_VALUES:
         raise WrongAnswer(f"{name} gives {MOST_VALUES:,} values and more; does it end?")
+    if result is ... and _is_begun(function):
+        raise WrongAnswer(f"{name} returned `...`: write what is missing on that way through it")
     if result is ...:
         raise NotAttempted
     if result is None:
         raise WrongAnswer(f"{name} returned nothing; is there a return on every way through it?")
     return result
+
+
+def _is_begun(function):
+    """Whether a function does more than the stub, which returns `...`."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and len(code.co_code) > len(_untouched.__code__.co_code)
+
+
+def _untouched():
+    return ...
 
 
 def call_for_number(function, *arguments):
