@@ -39,7 +39,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from guard.files import not_written
+from guard.files import not_written, sentence_of
 from guard.free_port import free_port
 from guard.launcher import ranks_set, read_ranks
 from guard.meeting import check_limits, ended_after
@@ -244,7 +244,11 @@ def check_memory(num_ranks=1):
         import psutil
     except ImportError:
         return Check("memory", "unknown, psutil is missing", "warn", INSTALL)
-    memory = psutil.virtual_memory()
+    try:
+        memory = psutil.virtual_memory()
+    except OSError as error:  # a container without /proc
+        advice = "run the container with /proc, or make sure of the memory yourself"
+        return Check("memory", f"unknown, {sentence_of(error)}", "warn", advice)
     result = f"{memory.available / 2**30:.1f} GiB free of {memory.total / 2**30:.1f}"
     needed = max(num_ranks, 8) * RANK_MEMORY
     if memory.available < needed:

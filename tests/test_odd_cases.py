@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import math
+import os
 import resource
 import subprocess
 import sys
@@ -14,6 +16,8 @@ import broken_stuck_rank
 import copy_template
 import make_submission
 import predict
+import preflight
+import psutil
 import pytest
 import rehearse
 import spoil_code
@@ -21,7 +25,7 @@ import wall
 from further import first_of, further
 from saved_models import write_model
 
-from guard import one_sentence
+from guard import inputs, one_sentence
 from lab.simulator import Costs, simulate
 from lab.timeline import Timeline, to_chrome_trace
 from pipeline.schedules import build_schedule
@@ -237,6 +241,20 @@ def test_a_program_about_several_ranks_is_not_started_with_one(name):
     ended = started(SCRIPT.with_name(f"{name}.py"))
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "--nproc-per-node" in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_memory_that_a_machine_does_not_tell_is_unknown_and_not_negative(monkeypatch):
+    def missing():
+        raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
+
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": -1}  # where sysinfo() is forbidden
+    monkeypatch.setattr(os, "sysconf", pages.get)
+    assert inputs.memory_of_machine() == math.inf
+    monkeypatch.setitem(pages, "SC_PHYS_PAGES", 3)
+    assert inputs.memory_of_machine() == 12288
+    monkeypatch.setattr(psutil, "virtual_memory", missing)
+    found = preflight.check_memory()
+    assert found.result.startswith("unknown, ") and found.status == "warn"
 
 
 @pytest.mark.parametrize("name", ["stuck_rank", "mutual_wait", "blocking_sends"])

@@ -48,9 +48,13 @@ def open_at_once(path, flags):
 
 
 def memory_of_machine():
-    """Return the bytes of this machine's memory, infinite on systems that do not say."""
+    """Return the bytes of this machine's memory, infinite on systems that do not say.
+
+    In a container that may not ask, the number of pages is -1.
+    """
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        pages = os.sysconf("SC_PHYS_PAGES")
+        return os.sysconf("SC_PAGE_SIZE") * pages if pages > 0 else math.inf
     except (AttributeError, OSError, ValueError):
         return math.inf
 
