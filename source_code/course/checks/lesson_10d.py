@@ -48,59 +48,22 @@ def complaint_of_results(report):
             return "each result is right but for the router's weight: multiply by it"
         if report["weighted before"]:
             return "the weight multiplies what goes into the expert: multiply the expert's result"
-        return complaint_of_rows(report) or (
-            "the results are wrong: which row belongs to which token, to which weight and to which rank?"
-        )
+        return f"the results are wrong: {misplaced(report['rows'], report['rank'])}"
     return None
 
 
-def complaint_of_rows(report):
-    """What each row of wrong results is, as far as they are results of tokens, or None."""
-    rows, order, rank = report["rows"], report["order"], report["rank"]
-    if not all(rows):
-        return None
-    if all(row["expert"] == rank == row["rank"] for row in rows):
-        return (
-            f"each token has the result of expert {rank}, whichever it chose: the rows go through "
-            "`exchange` to their experts, and back"
-        )
-    for row in rows:
-        if row["expert"] != row["chosen"]:
-            whose = "" if row["rank"] == rank else f" of rank {row['rank']}"
-            return (
-                f"token {row['token']}{whose} chose expert {row['chosen']}, and expert {row['expert']} "
-                "computed it: `exchange` takes the first rows to expert 0, so sort them before"
-            )
+def misplaced(rows, rank):
+    """What the first wrong result of a rank is, which has the place of another or another weight."""
     for place, row in enumerate(rows):
-        if row["rank"] != rank:
+        if row is None:
+            break
+        if row != {**row, "rank": rank, "token": place, "weight": place, "expert": row["chosen"]}:
+            whose = f"token {row['token']}" + (f" of rank {row['rank']}" * (row["rank"] != rank))
             return (
-                f"token {place} has the result of token {row['token']} of rank {row['rank']}: an "
-                "expert's results go back in the order in which its rows arrived"
+                f"in the place of token {place}, there is the result of expert {row['expert']} for "
+                f"{whose}, which chose expert {row['chosen']}, times the weight of token {row['weight']}"
             )
-    for place, row in enumerate(rows):
-        if row["token"] != place:
-            return f"token {place} has the result of token {row['token']}: {undone(rows, order)}"
-        if row["weight"] != place:
-            return (
-                f"each token has its own result, and that of token {place} was multiplied by the "
-                f"weight of token {row['weight']}: results and weights have to be in one order"
-            )
-
-
-def undone(rows, order):
-    """What has not been undone in rows that are results of other tokens."""
-    tokens = [row["token"] for row in rows]
-    if tokens == [order[place] for place in order]:
-        return (
-            "the rows come back sorted by expert, and the same order sorts them once more; its "
-            "`argsort()` undoes it"
-        )
-    if tokens == order:
-        return (
-            "the rows come back sorted by expert, and the weights are those of the tokens in their "
-            "own order; put the rows into it first"
-        )
-    return "row i that comes back belongs to the token whose row was sent as number i"
+    return "which row belongs to which token, to which weight and to which rank?"
 
 
 def complaint_of_gradients(report):
