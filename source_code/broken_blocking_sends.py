@@ -22,7 +22,7 @@ def main():
     parser = training_parser(__doc__)
     parser.add_argument("--at-once", action="store_true", help="let the sends return at once")
     attach.add_flags(parser)
-    arguments = parse_arguments(parser.keep("--at-once", "--timeout", "--device", "--rehearse"))
+    arguments = parse_arguments(parser)
     job = start_job(arguments, shape=(2, 2))
     attach.observe(arguments, job, [], "1f1b")
     other = 1 - job.rank

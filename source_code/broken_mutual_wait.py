@@ -15,7 +15,7 @@ from pipeline.training import checks, parse_arguments, start_job, training_parse
 def main():
     parser = training_parser(__doc__)
     attach.add_flags(parser)
-    arguments = parse_arguments(parser.keep("--timeout", "--device", "--rehearse"))
+    arguments = parse_arguments(parser)
     job = start_job(arguments, shape=(2, 2))
     attach.observe(arguments, job, [], "naive")
     other = 1 - job.rank

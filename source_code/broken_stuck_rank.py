@@ -22,7 +22,7 @@ def main():
     parser = training_parser(__doc__)
     attach.add_flags(parser)
     parser.checks.append(check_sizes)
-    arguments = parse_arguments(parser.keep("--microbatches", "--timeout", "--device"))
+    arguments = parse_arguments(parser)
     job = start_job(arguments, shape=(2, 2))
     attach.observe(arguments, job, [], "gpipe")
     torch.distributed.barrier()  # a first collective, for the flight recorder

@@ -233,7 +233,7 @@ def test_a_rank_says_where_it_is_when_asked_and_goes_on(capsys):
     [line] = [
         n for n, text in enumerate(script.read_text().splitlines(), 1) if "job.receive" in text
     ]
-    ranks = WarmRanks(script, ["--timeout", "8"], 2)
+    ranks = WarmRanks(script, ["--timeout", "8", *SMALL.split()], 2)
     try:
         time.sleep(2)
         for process in ranks.ranks:

@@ -257,15 +257,6 @@ def test_memory_that_a_machine_does_not_tell_is_unknown_and_not_negative(monkeyp
     assert found.result.startswith("unknown, ") and found.status == "warn"
 
 
-@pytest.mark.parametrize("name", ["stuck_rank", "mutual_wait", "blocking_sends"])
-@pytest.mark.parametrize("flags", ["--steps 3", "--data a.txt", "--timeline a.json", "--verify"])
-def test_a_program_that_trains_nothing_offers_no_flag_of_a_training(
-    monkeypatch, capsys, name, flags
-):
-    said = rejected(monkeypatch, capsys, f"broken_{name}", *flags.split())
-    assert f"unrecognized arguments: {flags}" in said
-
-
 def test_no_rank_is_stuck_in_a_micro_batch_that_is_not_there():
     with pytest.raises(SystemExit, match="--microbatches 2 or"):
         broken_stuck_rank.check_sizes(SimpleNamespace(num_ranks=4, microbatches=1))

@@ -43,19 +43,6 @@ class Parser(argparse.ArgumentParser):
                 raise SystemExit(f"{name} is empty text; give it a value, or leave it out")
         return arguments
 
-    def keep(self, *flags):
-        """Take away all flags but these and --help; the others have their defaults. Returns itself."""
-        for action in list(self._actions):
-            if not {"--help", *flags}.intersection(action.option_strings):
-                self._optionals._remove_action(action)
-                self.set_defaults(**{action.dest: action.default})
-                for name in action.option_strings:
-                    del self._option_string_actions[name]
-        self.reads, self.writes = (
-            [f for f in names if f in flags] for names in (self.reads, self.writes)
-        )
-        return self
-
     def error(self, message):
         raise SystemExit(message.removeprefix("argument ") + "; --help lists the flags")
 
