@@ -25,6 +25,7 @@ from extensions.pretraining.token_files import is_token_folder, load_tokens
 from extensions.pretraining.tokens import BYTES, load_corpus
 from extensions.real_models.saved_folder import tokenizer_of
 from guard.around_main import guarded
+from guard.flags import check_alone
 from lab import attach
 from pipeline.command_line import positive_integer, ranks_from_environment
 from pipeline.data import load_text
@@ -212,6 +213,7 @@ def read_flags():
     parser.set_defaults(seq_len=64, vocabulary=256)
     attach.add_flags(parser)
     arguments = parser.parse_args()
+    check_alone(parser, arguments, "prompt", ["requests"])
     arguments.groups = arguments.groups or ranks_from_environment()[1]
     if arguments.groups > MOST_GROUPS:
         raise SystemExit(

@@ -23,7 +23,7 @@ from extensions.pretraining.token_writer import TokenWriter, check_folder, write
 from extensions.pretraining.tokens import BYTES, encode, numbers_of, read_tokenizer
 from guard.claims import ClaimError, NewFolder
 from guard.files import not_written
-from guard.flags import check_alone
+from guard.flags import check_alone, check_read
 from guard.inputs import MEBIBYTE, InputError, open_input, parse_json
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_new_folder
@@ -35,6 +35,7 @@ PIECE = MEBIBYTE  # letters of text that are encoded at a time
 LARGEST_DOCUMENT = 64 * MEBIBYTE
 LONGEST_WORD = 1000  # letters; the time of a training grows with the square of a word's length
 SEPARATOR = "\n\n"
+FIELD = "text"
 
 
 @in_one_sentence()
@@ -60,6 +61,9 @@ def main():
 def prepare(arguments):
     """Write the folder, or leave nothing of it behind, and say what is in it."""
     arguments.paths, out = files_of(arguments.data or []), Path(arguments.out)
+    lines = arguments.dataset or any(path.suffix == ".jsonl" for path in arguments.paths)
+    if arguments.field != FIELD and not lines:
+        raise SystemExit("--field has no effect without JSON lines (.jsonl); leave it out")
     check_new_folder("--out", out)
     claimed, writers = NewFolder("--out", out), {}
     try:
@@ -312,7 +316,7 @@ def read_flags():
     )
     add("--dataset", metavar="NAME", help="a Hugging Face data set to stream, instead of --data")
     add("--characters", default=10_000_000, help="to read of --dataset", **count)
-    add("--field", default="text", help="key of the document in a line of JSON")
+    add("--field", default=FIELD, help="key of the document in a line of JSON")
     add("--vocabulary", default=BYTES, help="tokens at most; 256: bytes, more: byte pairs", **count)
     add("--tokenizer", metavar="FILE", help="a tokenizer.json; default: trained on the text")
     add("--sample-characters", default=10_000_000, help="to train a tokenizer on", **count)
@@ -321,6 +325,7 @@ def read_flags():
     add("--check", metavar="FOLDER", help="compare a folder with its checksums, and end")
     arguments = parser.parse_args()
     check_alone(parser, arguments, "check")
+    check_alone(parser, arguments, "tokenizer", ["vocabulary", "sample_characters"])
     if arguments.dataset and arguments.data:
         raise SystemExit("--dataset and --data both say what to read; use one of them")
     if not arguments.check and not ((arguments.data or arguments.dataset) and arguments.out):
@@ -333,6 +338,10 @@ def read_flags():
         raise SystemExit("--hold-out 1 would hold out every document; use at least 2")
     if arguments.out and os.path.basename(arguments.out) == "":
         arguments.out = arguments.out.rstrip("/") or "/"
+    if not arguments.dataset:
+        check_read(parser, arguments, "--characters", "--dataset")
+    if arguments.vocabulary == BYTES:
+        check_read(parser, arguments, "--sample-characters", "a --vocabulary above 256")
     return arguments
 
 

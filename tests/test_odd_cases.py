@@ -243,6 +243,29 @@ def test_a_program_about_several_ranks_is_not_started_with_one(name):
     assert "--nproc-per-node" in ended.stderr and ended.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("program", "flags", "sentence"),
+    [
+        ("prepare_data", "--data TEXT --out o --characters 5", "without --dataset"),
+        ("prepare_data", "--data TEXT --out o --field body", "without JSON lines"),
+        ("prepare_data", "--data TEXT --out o --sample-characters 5", "a --vocabulary above 256"),
+        (
+            "prepare_data",
+            "--data TEXT --out o --tokenizer t.json --vocabulary 300",
+            "--tokenizer ignores --vocabulary",
+        ),
+        ("inference", "--prompt a --requests 3", "--prompt ignores --requests"),
+        ("search_schedule", "--backward-weight 1", "add --split"),
+    ],
+)
+def test_a_flag_without_effect_is_refused(tmp_path, monkeypatch, capsys, program, flags, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("hello world\n\n" * 100)
+    words = flags.replace("TEXT", "a.txt").split()
+    assert sentence in rejected(monkeypatch, capsys, program, *words)
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
 def test_memory_that_a_machine_does_not_tell_is_unknown_and_not_negative(monkeypatch):
     def missing():
         raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")

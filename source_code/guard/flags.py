@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rejects flags that a program would ignore because of another flag."""
+"""Rejects flags that a program would ignore because of another flag, or for lack of one."""
 
 
 def check_alone(parser, arguments, flag, others=None):
@@ -10,3 +10,10 @@ def check_alone(parser, arguments, flag, others=None):
         if getattr(arguments, each.dest, each.default) != each.default:
             name = (*each.option_strings, each.metavar)[0]
             raise SystemExit(f"--{flag} ignores {name}; leave one of them out")
+
+
+def check_read(parser, arguments, flag, needs):
+    """Reject a flag that the program does not read without what it `needs`."""
+    name = flag.removeprefix("--").replace("-", "_")
+    if getattr(arguments, name) != parser.get_default(name):
+        raise SystemExit(f"{flag} has no effect without {needs}; add that, or leave {flag} out")
