@@ -281,7 +281,7 @@ class TransportWords:
         return said + self._otherwise(other)
 
     def _otherwise(self, rank):
-        """Where a rank that did not finish left the schedule, as the end of a sentence."""
+        """Where a rank that did not finish leaves the schedule, as the end of a sentence."""
         if not self.rows or not rank.steps:
             return ""
         names = [name_of(event) for event in rank.steps[-1]]
@@ -293,6 +293,13 @@ class TransportWords:
                 return f"; rank {rank.number} took {name}{again} where the schedule has {wanted}{twice}"
         if rank.ended and len(names) < len(row):
             return f"; it never took {row[len(names)]}"
+        if len(names) < len(row) and rank.waits["message"][0] == "receive":
+            last = len(self.ranks) * self.chunks - 1
+            if row[len(names)].startswith(("0F", f"{last}B", f"{last}I")):
+                return (
+                    f"; the schedule has {row[len(names)]} next on rank {rank.number}, which needs "
+                    "no message"
+                )
         return ""
 
     def _silent(self):
