@@ -163,6 +163,27 @@ def put_back_reversed(x, chosen, weight, expert, exchange_counts, exchange, loss
     return returned[order.argsort()].flip(0) * weight[:, None], losses.sum() / sequences
 
 
+def weighted_twice(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    mixed, share = right(  # noqa: F821
+        x, chosen, weight, expert, exchange_counts, exchange, losses, sequences
+    )
+    return mixed * weight[:, None], share
+
+
+def tokens_added(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    mixed, share = right(  # noqa: F821
+        x, chosen, weight, expert, exchange_counts, exchange, losses, sequences
+    )
+    return x + mixed, share
+
+
+def no_way_back(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    order = chosen.argsort(stable=True)
+    sent = chosen.bincount(minlength=2).tolist()
+    made = expert(exchange(x[order], sent, exchange_counts(sent)))
+    return made * weight[:, None], losses.sum() / sequences
+
+
 def with_a_bias(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
     mixed, share = right(  # noqa: F821
         x, chosen, weight, expert, exchange_counts, exchange, losses, sequences
@@ -307,6 +328,12 @@ def test_right_answers(mix, capsys):
         (weights_of_the_sorted, "which chose expert 1, times the weight of token 1"),
         (sent_back_reversed, "of expert 1 for token 2 of rank 1, which chose expert 1"),
         (put_back_reversed, "place of token 0, there is the result of expert 1 for token 5"),
+        (results_alone, "a pair of tensors"),
+        (way_back_swapped, "Split sizes doesn't match total dim 0 size; `exchange(rows, sent, rec"),
+        (weighted_twice, "multiplied by its weight twice"),
+        (tokens_added, "the results have their tokens added"),
+        (no_way_back, "only after the rows have come back through `exchange`"),
+        (counts_not_exchanged, "rows are to arrive from ranks 0 and 1, and"),
         (with_a_bias, "which row belongs to which token, to which weight and to which rank"),
         (weighted_before, "the weight multiplies what goes into the expert"),
         (nothing_for_no_tokens, "and rank 1 has returned without it"),

@@ -129,6 +129,37 @@ WRONG = {
         changed("targets >= first", "targets >= first - 1"),
         ["one token too many on each rank", "the rank before"],
     ),
+    "a mean over ranks, too": (
+        changed(").mean()", ").mean() / 3"),
+        ["the loss is that divided by the number of ranks"],
+    ),
+    "the sum of the sums": (
+        changed("    of_target =", '    total = all_reduce(total, "sum")\n    of_target ='),
+        ["the loss is that with the sum of the exponentials added up over the ranks a second time"],
+    ),
+    "a sum of logarithms": (
+        changed(
+            'all_reduce(exponentials.sum(1), "sum")',
+            'all_reduce(exponentials.sum(1).log(), "sum").exp()',
+        ),
+        ["the loss is that with the sum of the ranks' logarithms"],
+    ),
+    "the largest score for a target": (
+        changed('scores[rows, own] * here, "sum"', 'scores[rows, own] * here, "max"'),
+        ["with the maximum of the ranks' scores for a target"],
+    ),
+    "the maximum is taken off twice": (
+        changed("scores[rows, own] * here", "(scores[rows, own] - largest) * here"),
+        ["with the largest score subtracted from the target's, too"],
+    ),
+    "a gradient of the exponentials": (
+        changed("exponentials / total[:, None]", "exponentials"),
+        ["gradient is made with the exponentials themselves"],
+    ),
+    "a gradient uphill": (
+        changed("gradient / len(targets)", "-gradient / len(targets)"),
+        ["gradient is -1 times the right one"],
+    ),
     "targets that are no columns": (
         changed("(targets - first).where(here, 0)", "targets"),
         ["is out of bounds; token t is in column t - first"],

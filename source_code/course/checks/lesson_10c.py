@@ -18,6 +18,14 @@ LOSSES = {  # the sentence about each loss that a known omission gives
     "above": "without the largest score, which the logarithm needs again: the largest score is "
     "subtracted from the exponentials alone",
     "total": "of all positions together: return the mean over the positions",
+    "ranks": "divided by the number of ranks: after the sums every rank has the whole loss",
+    "twice": "with the sum of the exponentials added up over the ranks a second time",
+    "logs": "with the sum of the ranks' logarithms: add up the exponentials, and take the logarithm of "
+    "their sum",
+    "largest target": "with the maximum of the ranks' scores for a target: a score may be negative, so "
+    "add up, with 0 on the other ranks",
+    "below": "with the largest score subtracted from the target's, too: it is subtracted from the "
+    "exponentials alone",
 }
 SLIPS = {  # of a rank that looks up a target's score: the sentence about each loss that one gives
     "unshifted": "with targets that are not shifted: column 0 of a rank is token `first`, so look in "
@@ -39,6 +47,7 @@ HINTS = {
 }
 GRADIENTS = {
     "softmax": "is the softmax alone: the target's score has a gradient of -1 on the rank that has it",
+    "undivided": "is made with the exponentials themselves: divide them by their sum over all ranks",
     "own": "is made with the softmax of this rank's rows: divide by the sum over all ranks",
     "rounded": "is right to about seven digits only: was it a float32?",
     "else": "is not a multiple of the right one: softmax, less 1 at the target, over the positions",

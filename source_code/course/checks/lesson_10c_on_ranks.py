@@ -5,6 +5,8 @@ A vocabulary of 50 tokens is cut over three ranks into 17, 17 and 16; each of 6 
 target on one of the ranks.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -83,6 +85,7 @@ def losses_that_might_be(whole, targets, first, last):
     here = (targets >= first) & (targets < last)
     found = torch.where(here, of_target, 0.0)
     right = token_loss(whole, targets)
+    logs = sum((part - largest[:, None]).logsumexp(-1) for part in parts)
     return {
         "right": right.item(),
         "sum": (scores.logsumexp(-1) - of_target).mean().item(),
@@ -92,6 +95,11 @@ def losses_that_might_be(whole, targets, first, last):
         "target's tops": (unequal.log() + top_there - of_target).mean().item(),
         "above": (whole.logsumexp(-1) - largest - of_target).mean().item(),
         "total": (whole.logsumexp(-1) - of_target).sum().item(),
+        "ranks": right.item() / RANKS,
+        "twice": right.item() + math.log(RANKS),
+        "logs": (logs + largest - of_target).mean().item(),
+        "largest target": (whole.logsumexp(-1) - of_target.clamp(min=0)).mean().item(),
+        "below": (whole.logsumexp(-1) + largest - of_target).mean().item(),
     }
 
 
@@ -140,13 +148,18 @@ def compare(gradient, right, whole, targets, first, last):
     if is_close(gradient, right, 1e-6):
         return ["rounded"]
     factor = ((gradient * right).sum() / (right * right).sum()).item()
-    if factor > 0 and is_close(gradient, factor * right):
+    if is_close(gradient, factor * right):
         return ["times", factor, count]
     for share in (1, count):
         if is_close(gradient * share, softmax):
             return ["softmax"]
         if is_close(gradient * share, own - hit):
             return ["own"]
+        if is_close(
+            gradient * share,
+            (whole - whole.max(-1, keepdim=True).values).exp()[:, first:last] - hit,
+        ):
+            return ["undivided"]
     wrong = (gradient - right).abs().amax(-1) > 1e-9
     elsewhere = (targets < first) | (targets >= last)
     if bool((wrong <= elsewhere).all()):

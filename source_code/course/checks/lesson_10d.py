@@ -11,13 +11,23 @@ from course.checks.reader_on_ranks import perform
 PROGRAM = "course.checks.lesson_10d_on_ranks.main"
 # How a sentence about each of the program's cases begins.
 CASES = "", "with other numbers of tokens and sequences, ", "if all tokens choose expert 0, "
+HINTS = {
+    "Split sizes doesn't match total dim 0 size": (
+        "`exchange(rows, sent, received)` takes as many rows as its second argument counts, and on the "
+        "way back the two counts change places"
+    ),
+    "must match the size of tensor": (
+        "a rank has a result for each of its own tokens only after the rows have come back through "
+        "`exchange`"
+    ),
+}
 ROUNDED = "right to about seven digits only: was it rounded to float32 on its way?"
 
 
 @checked("every token has its expert's result in its own place, and all gradients arrive.")
 def dispatch_and_combine(mix):
     """Check `mix(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences)`."""
-    reports = perform(request_of(mix, program=PROGRAM), 2)
+    reports = perform(request_of(mix, program=PROGRAM, hints=HINTS), 2)
     for case, of_ranks in zip(CASES, zip(*reports)):
         # The results of both ranks first: a wrong row on one spoils the gradients of the other.
         for complaint_of in (complaint_of_results, complaint_of_gradients):
@@ -48,6 +58,10 @@ def complaint_of_results(report):
             return "each result is right but for the router's weight: multiply by it"
         if report["weighted before"]:
             return "the weight multiplies what goes into the expert: multiply the expert's result"
+        if report["weighted twice"]:
+            return "each result is multiplied by its weight twice: once is right"
+        if report["with x"]:
+            return "the results have their tokens added: return what the experts make of them alone"
         return f"the results are wrong: {misplaced(report['rows'], report['rank'])}"
     return None
 

@@ -87,6 +87,8 @@ def run_layer(job, reader, case):
         "sorted": close(mixed.sort(0).values, right[rank].sort(0).values),
         "unweighted": close(mixed, right[rank] / weights[rank][:, None]),
         "weighted before": close(mixed, unusual[rank]),
+        "weighted twice": close(mixed, right[rank] * weights[rank][:, None]),
+        "with x": close(mixed, right[rank] + tokens[rank]),
         "rows": [origin_of(row, n, rank, case) for n, row in enumerate(mixed.detach())],
         "share": close(share, right_share),
         "share rounded": close(share, right_share, ROUNDED),
