@@ -55,6 +55,24 @@ def one_list_for_all_groups(rank, last, first, count, forward, send, receive):
     return dict.fromkeys(texts, [token for text in texts.values() for token in text])
 
 
+def no_layers_in_the_middle(rank, last, first, count, forward, send, receive):
+    whole = forward
+    forward = whole if rank in (0, last) else lambda group, x: x
+    return right(rank, last, first, count, forward, send, receive)  # noqa: F821
+
+
+def groups_reversed_on_rank_0(rank, last, first, count, forward, send, receive):
+    texts = {group: [] for group in first}
+    for turn in range(count):
+        for group in reversed(first) if turn and rank == 0 else first:
+            x = receive(rank - 1) if rank else receive(last) if turn else first[group]
+            texts[group] += [x] if turn else []
+            send(forward(group, x), rank + 1 if rank < last else 0)
+    for group in first if rank == 0 else []:
+        texts[group].append(receive(last))
+    return texts
+
+
 def stub(rank, last, first, count, forward, send, receive):
     texts = {group: [] for group in first}
     ...
@@ -189,6 +207,16 @@ def asks_for_a_group_that_is_not_there(rank, last, first, count, forward, send, 
         (
             everybody_waits_first,
             ["Not yet: deadlock: rank 0 waits at line 5 of everybody_waits_first"],
+        ),
+        (
+            no_layers_in_the_middle,
+            ["rank 1 runs 0 forwards: each rank runs 12, one for each new token of each group"],
+        ),
+        (
+            groups_reversed_on_rank_0,
+            [
+                "forward 3 of rank 1 is for group 0, that of rank 0 for group 2: what arrives belongs"
+            ],
         ),
         (always_the_first_token, ["Not yet", "token", "group 0", "one process chooses"]),
         (

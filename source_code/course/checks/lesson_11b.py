@@ -40,7 +40,9 @@ def wrong_decoding(decode, ranks, groups, count):
         if ours is None:
             return f"the texts have no group {group}"
         if ours != right:
-            return tell_difference(group, ours, right)
+            told = tell_difference(group, ours, right)
+            alike = isinstance(ours, list) and len(ours) == len(right)
+            return (wrong_forwards(reports, groups * count) if alike else None) or told
     most = max(under_way(did), default=0)
     if most < groups:
         return (
@@ -60,6 +62,23 @@ def wrong_decoding(decode, ranks, groups, count):
                 f"the texts are right, but rank {rank} waits for the next message while it holds "
                 f"{what}: until that is sent on, the next rank has nothing to do with it"
             )
+
+
+def wrong_forwards(reports, wanted):
+    """The first rank with other forwards than rank 0, or than the `wanted` ones, or None."""
+    ran = [[group for what, group in report["did"] if what == "forward"] for report in reports]
+    for rank, own in enumerate(ran):
+        if len(own) != wanted:
+            return (
+                f"the texts are wrong, and rank {rank} runs {many(len(own), 'forward')}: each rank "
+                f"runs {wanted}, one for each new token of each group"
+            )
+        for number, (group, other) in enumerate(zip(own, ran[0])):
+            if group != other:
+                return (
+                    f"the texts are wrong, and forward {number} of rank {rank} is for group {group}, "
+                    f"that of rank 0 for group {other}: what arrives belongs to the group that was sent"
+                )
 
 
 def tell_difference(group, ours, right):
