@@ -28,8 +28,15 @@ def main():
     parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="longest wait")
     arguments = parser.parse_args()
     if os.environ.get("WORLD_SIZE") != "4":
-        sys.exit("this program is two replicas of two stages; start it with --nproc-per-node 4")
-    os.makedirs(arguments.recorder, exist_ok=True)
+        parser.error("this program is two replicas of two stages; start it with --nproc-per-node 4")
+    if not 0 < arguments.timeout <= 600:
+        parser.error(f"--timeout {arguments.timeout:g} is not above 0 and at most 600; use 3")
+    try:
+        os.makedirs(arguments.recorder, exist_ok=True)
+    except OSError as error:
+        parser.error(
+            f"--recorder {arguments.recorder} cannot be made ({error.strerror}); name another"
+        )
     dist.init_process_group("gloo", timeout=timedelta(seconds=arguments.timeout + 30))
     rank = dist.get_rank()
     groups = [

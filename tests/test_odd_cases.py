@@ -266,6 +266,27 @@ def test_a_flag_without_effect_is_refused(tmp_path, monkeypatch, capsys, program
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("", "start it with"),
+        ("--timeout nan", "--timeout nan"),
+        ("--recorder a/b", "--recorder a/b"),
+    ],
+)
+def test_a_program_without_the_course_s_code_also_ends_with_status_2(tmp_path, flags, sentence):
+    (tmp_path / "a").touch()
+    script = SCRIPT.with_name("broken_skipped_sum.py")
+    words = [sys.executable, script, "--recorder", "r", *flags.split()]
+    environment = {**os.environ, "WORLD_SIZE": "4" if flags else "1"}
+    ended = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert sentence in ended.stderr
+
+
 def test_memory_that_a_machine_does_not_tell_is_unknown_and_not_negative(monkeypatch):
     def missing():
         raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
