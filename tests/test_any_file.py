@@ -482,6 +482,13 @@ def test_on_a_full_disk_the_older_handout_stays(clone, tmp_path, monkeypatch):
     assert os.listdir(handout / "course") == [".git"], "what is no longer in the course goes"
 
 
+@pytest.mark.parametrize("into", ["loop", "loop/below"])
+def test_a_site_is_not_written_into_a_loop_of_links(tmp_path, monkeypatch, into):
+    (tmp_path / "loop").symlink_to("loop")
+    said = sentence_of(make_site.main, monkeypatch, "--static", "--into", tmp_path / into)
+    assert str(tmp_path / into) in said
+
+
 def test_a_new_site_takes_the_place_of_an_older_one_without_a_copy(tmp_path, monkeypatch):
     site = tmp_path / "site"
     for name in ("gone.html", f"docs/{make_site.SCRIPTS}.html", "index.html", *(

@@ -69,7 +69,7 @@ class Course(NamedTuple):
 def main():
     keep_running_unheard()
     arguments = parse_arguments()
-    site = Path(arguments.into).resolve()
+    site = Path(os.path.realpath(arguments.into))  # also of a loop of links
     try:
         check_is_site(site)
         check_is_course(Path(arguments.of))
@@ -87,7 +87,7 @@ def main():
             print(f"make_site.py --live: {missing}", file=sys.stderr)
             return 1
         lives = not missing and not arguments.static
-        course = read_course(Path(arguments.of).resolve(), lives, arguments.address, site)
+        course = read_course(Path(os.path.realpath(arguments.of)), lives, arguments.address, site)
         write_pages(made, course)
         replace_content(site, made, keep=[Path(folder).name])
     kind = "run in the pages" if course.lives else "are pictures and text"
