@@ -13,8 +13,8 @@ from extensions.checkpointing.checkpoint_folder import (
     CheckpointError,
     find_checkpoint,
     first_difference,
-    mark_stopped,
     run_to_write,
+    write_line,
 )
 from extensions.checkpointing.stop_request import status_when_stopped
 from guard.paths import can_be_written
@@ -72,8 +72,7 @@ def check_combinations(arguments):
             raise SystemExit(
                 f"--{flag} needs --checkpoints FOLDER; name the folder, or leave it out"
             )
-    beginnings = {"--fresh": arguments.fresh, "--from-step": arguments.from_step}
-    if all(beginnings.values()):
+    if arguments.fresh and arguments.from_step:
         raise SystemExit("--fresh begins anew and --from-step from a checkpoint; use one of them")
 
 
@@ -197,8 +196,9 @@ def status_of_end(arguments, job, training, checkpoints, stopped, diverged):
     if not stopped:
         return 0
     if job.rank == 0:
-        mark_stopped(arguments.checkpoints, f"{stopped.name} after {training.step} steps")
-        print(f"stopped by {stopped.name} after {training.step} steps, saved", flush=True)
+        when = f"{stopped.name} after {training.step} steps"
+        write_line(arguments.checkpoints, "stopped", when)  # the training can be continued
+        print(f"stopped by {when}, saved", flush=True)
     return status_when_stopped()
 
 
