@@ -35,7 +35,6 @@ from extensions.checkpointing.checkpoint_arguments import (
     check_checkpoint_arguments,
     continue_training,
     save_when_due,
-    say_if_nothing_is_left,
     status_of_end,
 )
 from extensions.checkpointing.stop_request import StopRequest
@@ -80,14 +79,11 @@ def main():
     log = LossLog(arguments, any(s.is_last for s in stages.values()), training.step)
 
     stopped = diverged = None
-    say_if_nothing_is_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         inputs, targets = microbatches_of(arguments, job.device, training.batches)
         training.optimizer.zero_grad()
         loss = worker.run_step(inputs, targets)
-        norm = None
-        if arguments.clip:
-            norm = clip_gradients(job, training.parameters.items(), arguments.clip)
+        norm = clip_gradients(job, training.parameters.items(), arguments.clip)
         diverged = find_not_finite(job, step, loss, norm)
         if not diverged:
             training.optimizer.step()

@@ -22,7 +22,6 @@ from extensions.checkpointing.checkpoint_arguments import (
     check_checkpoint_arguments,
     continue_training,
     save_when_due,
-    say_if_nothing_is_left,
     status_of_end,
 )
 from extensions.checkpointing.stop_request import StopRequest
@@ -103,7 +102,6 @@ def main():
     evaluate(arguments, forward_only, metrics, training.step)
     show_sample(arguments, forward_only, training.step)
     stopped = diverged = None
-    say_if_nothing_is_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         metrics.start_step()
         passes, share_of_loss.real_tokens = batches.take(training.batches)

@@ -150,6 +150,9 @@ def continue_training(arguments, job, training):
             raise SystemExit(problem + fix)
     if training.step and job.rank == 0:
         print(f"continues after {training.step} steps, from {arguments.begin.path}", flush=True)
+        if training.step >= arguments.steps:
+            done = f"{training.step} steps of --steps {arguments.steps} are done"
+            print(f"nothing is left to do: {done}", flush=True)
     return checkpoints
 
 
@@ -200,9 +203,3 @@ def status_of_end(arguments, job, training, checkpoints, stopped, diverged):
         write_line(arguments.checkpoints, "stopped", when)  # the training can be continued
         print(f"stopped by {when}, saved", flush=True)
     return status_when_stopped()
-
-
-def say_if_nothing_is_left(arguments, job, training):
-    """Print on rank 0 that a continued training has already reached --steps."""
-    if job.rank == 0 and training.step >= arguments.steps:
-        print(f"nothing is left to do: {training.step} steps of --steps {arguments.steps} are done")
