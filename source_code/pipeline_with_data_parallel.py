@@ -83,28 +83,28 @@ def main():
         arguments, schedule.num_stages - 1 in parts and replicas.replica == 0, training.step
     )
 
-    stopped = diverged = None
+    ending = None  # why the training ends before its last step
     for step in range(training.step, arguments.steps):
         inputs, targets = microbatches_of_replica(arguments, replicas, step)
         share_of_loss.real_tokens = replicas.sum_number(count_real_tokens(targets.values()))
         training.optimizer.zero_grad()
         loss = replicas.sum_loss(worker.run_step(inputs, targets))
         norm = clip_gradients(job, training.parameters.items(), arguments.clip)
-        diverged = find_not_finite(job, step, loss, norm)
-        if not diverged:
+        ending = find_not_finite(job, step, loss, norm)
+        if not ending:
             training.optimizer.step()
         training.advance()
         log.add(step, loss)
-        if not diverged:
-            stopped, diverged = save_when_due(arguments, job, training, checkpoints, stop_request)
-        if stopped or diverged:
+        if not ending:
+            ending = save_when_due(arguments, job, training, checkpoints, stop_request)
+        if ending:
             break
 
     describe_sums(arguments, job, schedule, reduction)
-    status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
+    status = status_of_end(arguments, job, training, checkpoints, ending)
     job.leave()
     reference = partial(train_one_process, before_update=partial(clip_whole_model, arguments))
-    return log.finish(job.device, reference, not (stopped or diverged)) or status
+    return log.finish(job.device, reference, not ending) or status
 
 
 def read_flags():

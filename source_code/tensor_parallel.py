@@ -72,7 +72,7 @@ def main():
     prints = job.rank == schedule.rank_of(schedule.num_stages - 1, 0)
     log = LossLog(arguments, prints, training.step)
 
-    stopped = diverged = None
+    ending = None  # why the training ends before its last step
     for step in range(training.step, arguments.steps):
         batch = arguments.text.batch(step, arguments.batch_size, arguments.seq_len, arguments.seed)
         loss_function.real_tokens = count_real_tokens([batch[1]])
@@ -81,21 +81,21 @@ def main():
         loss = replicas.sum_loss(worker.run_step(inputs, targets))
         sum_whole_gradients(job, group, training.parameters)
         norm = clip_gradients(job, named_for_norm(training.parameters, group), arguments.clip)
-        diverged = find_not_finite(job, step, loss, norm)
-        if not diverged:
+        ending = find_not_finite(job, step, loss, norm)
+        if not ending:
             training.optimizer.step()
         training.advance()
         log.add(step, loss)
-        if not diverged:
-            stopped, diverged = save_when_due(arguments, job, training, checkpoints, stop_request)
-        if stopped or diverged:
+        if not ending:
+            ending = save_when_due(arguments, job, training, checkpoints, stop_request)
+        if ending:
             break
 
     describe(arguments, job, schedule, group)
-    status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
+    status = status_of_end(arguments, job, training, checkpoints, ending)
     job.leave()
     reference = partial(train_one_process, before_update=partial(clip_whole_model, arguments))
-    return log.finish(job.device, reference, not (stopped or diverged)) or status
+    return log.finish(job.device, reference, not ending) or status
 
 
 def build_stages(arguments, job, schedule, cut, group, loss_function, reduction):

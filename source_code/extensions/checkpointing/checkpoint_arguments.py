@@ -159,16 +159,16 @@ def continue_training(arguments, job, training):
 def save_when_due(arguments, job, training, checkpoints, stop_request):
     """Save after an update if it is time. All ranks call it.
 
-    Returns (the signal that asks the job to stop, what is not finite); each may be None. Without
-    `checkpoints` nothing is saved, and both are None.
+    Returns why the training ends before its last step: what is not finite, in words, or the signal
+    that asks the job to stop, or None. Without `checkpoints` nothing is saved.
     """
     if not checkpoints:
-        return None, None
+        return None
     stopped = stop_request.agreed(job)
     last = training.step == arguments.steps
     if stopped or last or training.step % arguments.save_every == 0:
-        return stopped, checkpoints.save(training)
-    return stopped, None
+        return checkpoints.save(training) or stopped
+    return None
 
 
 def end_diverged(job, what, checkpoints):
@@ -188,18 +188,21 @@ def end_diverged(job, what, checkpoints):
     return 1
 
 
-def status_of_end(arguments, job, training, checkpoints, stopped, diverged):
-    """Print on rank 0 how a run has ended. Returns the exit status, the same on every rank."""
+def status_of_end(arguments, job, training, checkpoints, ending):
+    """Print on rank 0 how a run has ended. Returns the exit status, the same on every rank.
+
+    `ending` is what `find_not_finite` or `save_when_due` has returned.
+    """
     if checkpoints:
         checkpoints.finish()
-    if diverged:
-        return end_diverged(job, diverged, checkpoints)
+    if isinstance(ending, str):
+        return end_diverged(job, ending, checkpoints)
     if checkpoints and checkpoints.problem:
         return 1
-    if not stopped:
+    if not ending:
         return 0
     if job.rank == 0:
-        when = f"{stopped.name} after {training.step} steps"
+        when = f"{ending.name} after {training.step} steps"
         write_line(arguments.checkpoints, "stopped", when)  # the training can be continued
         print(f"stopped by {when}, saved", flush=True)
     return status_when_stopped()
