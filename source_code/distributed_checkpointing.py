@@ -35,7 +35,6 @@ from extensions.checkpointing.checkpoint_arguments import (
     check_checkpoint_arguments,
     continue_training,
     save_when_due,
-    say_if_nothing_is_left,
     status_of_end,
 )
 from extensions.checkpointing.stop_request import StopRequest
@@ -79,29 +78,26 @@ def main():
     worker = Worker(job, schedule, stages)
     log = LossLog(arguments, any(s.is_last for s in stages.values()), training.step)
 
-    stopped = diverged = None
-    say_if_nothing_is_left(arguments, job, training)
+    ending = None  # why the training ends before its last step
     for step in range(training.step, arguments.steps):
         inputs, targets = microbatches_of(arguments, job.device, training.batches)
         training.optimizer.zero_grad()
         loss = worker.run_step(inputs, targets)
-        norm = None
-        if arguments.clip:
-            norm = clip_gradients(job, training.parameters.items(), arguments.clip)
-        diverged = find_not_finite(job, step, loss, norm)
-        if not diverged:
+        norm = clip_gradients(job, training.parameters.items(), arguments.clip)
+        ending = find_not_finite(job, step, loss, norm)
+        if not ending:
             training.optimizer.step()
         training.advance()
         log.add(step, loss)
-        if not diverged:
-            stopped, diverged = save_when_due(arguments, job, training, checkpoints, stop_request)
-        if stopped or diverged:
+        if not ending:
+            ending = save_when_due(arguments, job, training, checkpoints, stop_request)
+        if ending:
             break
 
-    status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
+    status = status_of_end(arguments, job, training, checkpoints, ending)
     job.leave()
-    reference = partial(train_one_process, before_update=clip_and_set_rate(arguments))
-    return log.finish(job.device, reference, not (stopped or diverged)) or status
+    reference = partial(train_one_process, before_update=partial(clip_and_set_rate, arguments))
+    return log.finish(job.device, reference, not ending) or status
 
 
 def read_flags():

@@ -143,7 +143,8 @@ def one_process(arguments, device):
     def build_whole(arguments, device):
         return library_model(arguments.model_folder, arguments.torch_dtype, device)
 
-    before_update, loss_of = clip_and_set_rate(arguments), masked_loss if arguments.packed else None
+    before_update = partial(clip_and_set_rate, arguments)
+    loss_of = masked_loss if arguments.packed else None
     return train_one_process(arguments, device, before_update, build_whole, loss_of)
 
 

@@ -15,10 +15,10 @@ from functools import partial
 
 from extensions.checkpointing.checkpoint import Training
 from extensions.checkpointing.checkpoint_arguments import (
+    add_checkpoint_arguments,
     check_checkpoint_arguments,
     continue_training,
     save_when_due,
-    say_if_nothing_is_left,
     status_of_end,
 )
 from extensions.checkpointing.stop_request import StopRequest
@@ -51,7 +51,7 @@ from extensions.optimization.update import clip_whole_model
 from extensions.pretraining.padding import Sentences, ShareOfLoss, count_real_tokens
 from guard.around_main import guarded
 from lab import attach
-from pipeline.command_line import positive_integer, positive_number
+from pipeline.command_line import positive_number
 from pipeline.model import build_part
 from pipeline.one_process import build_optimizer, train_one_process
 from pipeline.schedules.from_flags import add_schedule_flags
@@ -83,31 +83,28 @@ def main():
         arguments, schedule.num_stages - 1 in parts and replicas.replica == 0, training.step
     )
 
-    stopped = diverged = None
-    say_if_nothing_is_left(arguments, job, training)
+    ending = None  # why the training ends before its last step
     for step in range(training.step, arguments.steps):
         inputs, targets = microbatches_of_replica(arguments, replicas, step)
         share_of_loss.real_tokens = replicas.sum_number(count_real_tokens(targets.values()))
         training.optimizer.zero_grad()
         loss = replicas.sum_loss(worker.run_step(inputs, targets))
-        norm = None
-        if arguments.clip:
-            norm = clip_gradients(job, training.parameters.items(), arguments.clip)
-        diverged = find_not_finite(job, step, loss, norm)
-        if not diverged:
+        norm = clip_gradients(job, training.parameters.items(), arguments.clip)
+        ending = find_not_finite(job, step, loss, norm)
+        if not ending:
             training.optimizer.step()
         training.advance()
         log.add(step, loss)
-        if not diverged:
-            stopped, diverged = save_when_due(arguments, job, training, checkpoints, stop_request)
-        if stopped or diverged:
+        if not ending:
+            ending = save_when_due(arguments, job, training, checkpoints, stop_request)
+        if ending:
             break
 
     describe_sums(arguments, job, schedule, reduction)
-    status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
+    status = status_of_end(arguments, job, training, checkpoints, ending)
     job.leave()
     reference = partial(train_one_process, before_update=partial(clip_whole_model, arguments))
-    return log.finish(job.device, reference, not (stopped or diverged)) or status
+    return log.finish(job.device, reference, not ending) or status
 
 
 def read_flags():
@@ -119,10 +116,8 @@ def read_flags():
     add_schedule_flags(parser, default="1f1b")
     add("--padding", action="store_true", help="end every row with its first full stop")
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")
-    add("--checkpoints", metavar="FOLDER", help="save there, and continue from what is there")
-    parser.reads.append("--checkpoints")
-    add("--save-every", type=positive_integer, metavar="N", help="steps between saves; default 5")
-    parser.set_defaults(microbatches=4, keep=None, asynchronous=False, fresh=False, from_step=None)
+    add_checkpoint_arguments(parser)
+    parser.set_defaults(microbatches=4)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
     check_replicas(arguments)

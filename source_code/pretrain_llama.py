@@ -22,7 +22,6 @@ from extensions.checkpointing.checkpoint_arguments import (
     check_checkpoint_arguments,
     continue_training,
     save_when_due,
-    say_if_nothing_is_left,
     status_of_end,
 )
 from extensions.checkpointing.stop_request import StopRequest
@@ -102,8 +101,7 @@ def main():
     )
     evaluate(arguments, forward_only, metrics, training.step)
     show_sample(arguments, forward_only, training.step)
-    stopped = diverged = None
-    say_if_nothing_is_left(arguments, job, training)
+    ending = None  # why the training ends before its last step
     for step in range(training.step, arguments.steps):
         metrics.start_step()
         passes, share_of_loss.real_tokens = batches.take(training.batches)
@@ -111,26 +109,25 @@ def main():
         loss = replicas.sum_loss(run_passes(passes, worker))
         tied.sum_gradients()
         norm = clip_gradients(job, tied.named_once(), arguments.clip)
-        diverged = find_not_finite(job, step, loss, norm)
-        if not diverged:
+        ending = find_not_finite(job, step, loss, norm)
+        if not ending:
             training.optimizer.step()
             update_copies(stages, masters)
         metrics.end_step(step, loss, training.optimizer, norm, share_of_loss.real_tokens)
         training.advance()
         log.add(step, loss)
-        if not diverged:
+        if not ending:
             if training.step == arguments.steps or training.step % arguments.evaluate_every == 0:
                 evaluate(arguments, forward_only, metrics, training.step)
-            stopped, diverged = save_when_due(arguments, job, training, checkpoints, stop_request)
-        if stopped or diverged:
+            ending = save_when_due(arguments, job, training, checkpoints, stop_request)
+        if ending:
             break
-    if not stopped and not diverged:
+    if not ending:
         show_sample(arguments, forward_only, training.step)
     metrics.print_summary()
-    status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
+    status = status_of_end(arguments, job, training, checkpoints, ending)
     job.leave()
-    judged = not (stopped or diverged)
-    return log.finish(job.device, one_process, judged) or status or int(not metrics.is_whole)
+    return log.finish(job.device, one_process, not ending) or status or int(not metrics.is_whole)
 
 
 def read_flags():
@@ -326,7 +323,7 @@ def one_process(arguments, device):
     def build_whole(arguments, device):
         return build_model_part(arguments, 0, arguments.layers, device)
 
-    before_update = clip_and_set_rate(arguments)
+    before_update = partial(clip_and_set_rate, arguments)
     loss_of = masked_loss if arguments.packed else None
     return train_one_process(arguments, device, before_update, build_whole, loss_of, **ADAMW)
 

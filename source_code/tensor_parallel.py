@@ -13,10 +13,10 @@ import sys
 from functools import partial
 
 from extensions.checkpointing.checkpoint_arguments import (
+    add_checkpoint_arguments,
     check_checkpoint_arguments,
     continue_training,
     save_when_due,
-    say_if_nothing_is_left,
     status_of_end,
 )
 from extensions.checkpointing.stop_request import StopRequest
@@ -44,7 +44,7 @@ from extensions.tensor_parallel.tensor_group import describe, tensor_group_of
 from guard.around_main import guarded
 from lab import attach
 from pipeline.collectives import connect_group
-from pipeline.command_line import positive_integer, positive_number
+from pipeline.command_line import positive_number
 from pipeline.one_process import train_one_process
 from pipeline.schedules.from_flags import add_schedule_flags, choose_schedule
 from pipeline.split_stage import stage_class_for
@@ -72,8 +72,7 @@ def main():
     prints = job.rank == schedule.rank_of(schedule.num_stages - 1, 0)
     log = LossLog(arguments, prints, training.step)
 
-    stopped = diverged = None
-    say_if_nothing_is_left(arguments, job, training)
+    ending = None  # why the training ends before its last step
     for step in range(training.step, arguments.steps):
         batch = arguments.text.batch(step, arguments.batch_size, arguments.seq_len, arguments.seed)
         loss_function.real_tokens = count_real_tokens([batch[1]])
@@ -81,24 +80,22 @@ def main():
         training.optimizer.zero_grad()
         loss = replicas.sum_loss(worker.run_step(inputs, targets))
         sum_whole_gradients(job, group, training.parameters)
-        norm = None
-        if arguments.clip:
-            norm = clip_gradients(job, named_for_norm(training.parameters, group), arguments.clip)
-        diverged = find_not_finite(job, step, loss, norm)
-        if not diverged:
+        norm = clip_gradients(job, named_for_norm(training.parameters, group), arguments.clip)
+        ending = find_not_finite(job, step, loss, norm)
+        if not ending:
             training.optimizer.step()
         training.advance()
         log.add(step, loss)
-        if not diverged:
-            stopped, diverged = save_when_due(arguments, job, training, checkpoints, stop_request)
-        if stopped or diverged:
+        if not ending:
+            ending = save_when_due(arguments, job, training, checkpoints, stop_request)
+        if ending:
             break
 
     describe(arguments, job, schedule, group)
-    status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
+    status = status_of_end(arguments, job, training, checkpoints, ending)
     job.leave()
     reference = partial(train_one_process, before_update=partial(clip_whole_model, arguments))
-    return log.finish(job.device, reference, not (stopped or diverged)) or status
+    return log.finish(job.device, reference, not ending) or status
 
 
 def build_stages(arguments, job, schedule, cut, group, loss_function, reduction):
@@ -122,10 +119,8 @@ def read_flags():
     add_schedule_flags(parser, default="1f1b")
     add("--padding", action="store_true", help="end every row with its first full stop")
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")
-    add("--checkpoints", metavar="FOLDER", help="save there, and continue from what is there")
-    parser.reads.append("--checkpoints")
-    add("--save-every", type=positive_integer, metavar="N", help="steps between saves; default 5")
-    parser.set_defaults(microbatches=4, keep=None, asynchronous=False, fresh=False, from_step=None)
+    add_checkpoint_arguments(parser)
+    parser.set_defaults(microbatches=4)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
     check_replicas(arguments)

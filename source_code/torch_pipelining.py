@@ -55,8 +55,7 @@ def main():
         inputs, targets, keywords = batch_of(arguments, job.device, step)
         optimizer.zero_grad()
         loss = run_step(arguments, job, schedule, stages, inputs, targets, keywords)
-        if arguments.clip:
-            clip_gradients(job, named_parameters(stages), arguments.clip)
+        clip_gradients(job, named_parameters(stages), arguments.clip)
         optimizer.step()
         rates.step()
         log.add(step, loss)

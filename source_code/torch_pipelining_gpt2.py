@@ -12,10 +12,7 @@ import sys
 
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from extensions.torch_pipelining.hugging_face.classification import (
-    sequence_loss,
-    sequences_to_classify,
-)
+from extensions.torch_pipelining.hugging_face.classification import sequences_to_classify
 from extensions.torch_pipelining.hugging_face.configuration import MODELS, model_config
 from extensions.torch_pipelining.hugging_face.stages import build_own_stage, describe_stages
 from extensions.torch_pipelining.hugging_face.tied_matrix import tie_ends
@@ -42,7 +39,9 @@ def main():
     job = join_library_job(arguments)
     stage = build_own_stage(arguments, job, cut)
     schedule = SCHEDULE_CLASSES[arguments.schedule](
-        stage, arguments.microbatches, loss_fn=loss_function_of(arguments)
+        stage,
+        arguments.microbatches,
+        loss_fn=token_loss,  # a classifier's loss is per sequence
     )
     optimizer = build_optimizer(
         arguments.optimizer, stage.submod.parameters(), arguments.learning_rate
@@ -90,10 +89,6 @@ def batch_of(arguments, device, step):
     return inputs, targets, {}
 
 
-def loss_function_of(arguments):
-    return sequence_loss if arguments.model == "gpt2-classifier" else token_loss
-
-
 def read_flags():
     parser = training_parser(__doc__)
     add = parser.add_argument
@@ -129,7 +124,7 @@ def train_in_one_process(arguments, device="cpu"):
     losses = []
     for step in range(arguments.steps):
         inputs, targets, _ = batch_of(arguments, device, step)
-        loss = loss_function_of(arguments)(model(inputs).logits, targets)
+        loss = token_loss(model(inputs).logits, targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -520,7 +520,7 @@ def test_fresh_and_from_step_write_beside_what_was_saved_and_touch_none_of_it(tm
     assert (saved / "latest").read_text() == "run-0002/step-00000003\n"
     train(tmp_path, "--keep 1", ranks=2, steps=4)  # continues the fresh one
     assert entries(saved / "run-0002") == ["step-00000004"]
-    checkpoint_folder.move_latest(saved, "run-0001/step-00000006")
+    checkpoint_folder.write_line(saved, "latest", "run-0001/step-00000006")
     older, output = train(tmp_path, "--from-step 2 --keep 1", ranks=2)
     assert "continues after 2 steps" in output
     assert (saved / "latest").read_text() == "run-0003/step-00000009\n"

@@ -23,7 +23,7 @@ COLLECTIVES = {
     "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast",
     "broadcast_object_list", "gather", "gather_object", "init_device_mesh", "init_process_group",
     "monitored_barrier", "new_group", "reduce", "reduce_scatter", "scatter",
-    "scatter_object_list", "open_groups", "connect_group", "mean_over_ranks", "waiting_for_all",
+    "scatter_object_list", "open_groups", "connect_group", "waiting_for_all",
 }  # fmt: skip
 
 

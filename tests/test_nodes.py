@@ -249,18 +249,19 @@ def test_a_rank_says_where_it_is_when_asked_and_goes_on(capsys):
 
 
 def test_what_is_pretended_ends_with_its_block(monkeypatch):
+    slow = variables.DELAY_VARIABLE, variables.OCCUPANCY_VARIABLE
     monkeypatch.setenv(variables.DELAY_VARIABLE, "7")
     monkeypatch.delenv(variables.PRETENDED_VARIABLE, raising=False)
     with pytest.raises(KeyError), variables.pretended_nodes(2, 30):
         assert (slow_network.node_name(1), slow_network.node_name(2)) == ("node0", "node1")
-        assert (slow_network.node_delay(), slow_network.node_occupancy()) == (0.030, 0)
+        assert [slow_network.seconds_in(variable) for variable in slow] == [0.030, 0]
         raise KeyError
-    assert slow_network.node_delay() == 0.007
+    assert slow_network.seconds_in(variables.DELAY_VARIABLE) == 0.007
     assert variables.PRETENDED_VARIABLE not in os.environ
     with variables.pretended_nodes(2, 0):
         assert variables.PRETENDED_VARIABLE not in os.environ
     with variables.pretended_nodes(2, occupancy=30):
-        assert (slow_network.node_delay(), slow_network.node_occupancy()) == (0, 0.030)
+        assert [slow_network.seconds_in(variable) for variable in slow] == [0, 0.030]
 
 
 def start_launchers(folder, flags, numbered):

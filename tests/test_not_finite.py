@@ -99,8 +99,6 @@ def strict_rows(file):
 def test_a_loss_that_is_not_finite_ends_the_training_and_keeps_the_good_checkpoints(
     tmp_path, script, how
 ):
-    if how and script in ("pipeline_with_data_parallel", "tensor_parallel"):
-        how = "--clip 1e9"  # they have no --asynchronous
     folder, losses = tmp_path / "saved", tmp_path / "losses"
     flags = f"{FLAGS} {SAVING[script]} {how} --learning-rate 1e300"
     ends = run_on_ranks(train, 2, script, f"{flags} --checkpoints {folder} --losses {losses}")

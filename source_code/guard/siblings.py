@@ -3,7 +3,6 @@
 
 import multiprocessing
 import os
-import sys
 import threading
 from contextlib import suppress
 
@@ -22,15 +21,7 @@ def launcher_lives(parent):
         launcher = whole_number(LAUNCHER_VARIABLE, 0)
     except LauncherError:  # set by another program
         return True
-    if not launcher or sys.platform == "win32":  # on Windows, signal 0 is Ctrl-C
-        return True
-    try:
-        os.kill(launcher, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):  # another user's process
-        return True
-    return True
+    return not launcher or psutil.pid_exists(launcher)
 
 
 def end_with_launcher():

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from guard.ending import end_process, is_loss, text_of_loss
 from guard.files import replace_file
+from guard.meeting import launcher_keeps_the_store
 from guard.siblings import end_siblings
 
 FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for records of the last messages
@@ -228,7 +229,7 @@ class Watch(threading.Thread):
         last = chain[-1][0] if chain else wait.peer
         if last in [self.rank, wait.peer, *(peer for peer, _ in chain[:-1])] and chain:
             return f"{text}: a deadlock, each of these ranks waits for the next", None
-        if not complete.is_set() and last != 0 and self._store_is_with_rank_0():
+        if not complete.is_set() and last != 0 and not launcher_keeps_the_store():
             return f"{text}: rank 0, which keeps the common store, has stopped answering", 0
         return f"{text}: rank {last} has stopped answering", last
 
@@ -241,9 +242,6 @@ class Watch(threading.Thread):
                 self.pending[rank] = self.store.get(f"pending/{rank}").decode()
                 rank = further[0]
             complete.set()
-
-    def _store_is_with_rank_0(self):
-        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # or torchrun has it
 
     def end_rank(self, rank):
         """End a silent rank if it is on this machine."""

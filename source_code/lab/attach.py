@@ -67,8 +67,7 @@ def observe(arguments, job, stages, schedule, what="step", first_step=0, held=No
     pace = arguments.pace_costs
     if arguments.pace_per_layer:
         pace = checks.pace_by_layers(pace, cut_layers(arguments, schedule.num_stages))
-    lab = Laboratory(job, schedule, pace)
-    lab.open(arguments, what, first_step)
+    lab = Laboratory(arguments, job, schedule, pace, what, first_step)
     stages = list(stages)
     lab.held = held and (stages, *held)
     for stage in stages:
@@ -77,14 +76,10 @@ def observe(arguments, job, stages, schedule, what="step", first_step=0, held=No
 
 
 class Laboratory:
-    """The instruments of one rank."""
+    """The instruments of one rank; all ranks set them up."""
 
-    def __init__(self, job, schedule, pace):
-        self.job, self.schedule, self.pace = job, schedule, pace
-
-    def open(self, arguments, what, first_step):
-        """Set up the instruments; all ranks call it."""
-        job = self.job
+    def __init__(self, arguments, job, schedule, pace, what, first_step):
+        self.job = job
         dump_stacks_when_asked()
         # The watch of a guarded program is called for each action: the rank does not wait in it.
         self.observer = Observer(job, [])
@@ -92,11 +87,11 @@ class Laboratory:
             self.observer.methods["acting"].append(job.watch.acting)
         self.network = attach_network(job)
         origin = shared_origin(job, self.network.nodes[job.rank])
-        self.clock = job.clock = Clock(job.rank, job.device, origin, self.pace)
+        self.clock = job.clock = Clock(job.rank, job.device, origin, pace)
         self.memory = ActivationMemory(every_pass=bool(arguments.record))
         self.log, self.profile, further = None, None, []
         if arguments.record:
-            files = arguments.record, job.rank, self.schedule, self.clock, self.memory
+            files = arguments.record, job.rank, schedule, self.clock, self.memory
             try:
                 self.log = FlightLog(*files, first_step)
             except FileExistsError:  # two runs found the folder empty
@@ -116,7 +111,7 @@ class Laboratory:
             steps = arguments.steps - first_step if what == "step" else 0
             self.profile = Profile(job, self.clock, int(steps > 1))
             further.append(self.profile)
-        self.report = Report(job, self.schedule, self.clock, self.memory, self.network, what)
+        self.report = Report(job, schedule, self.clock, self.memory, self.network, what)
         self.observer.add(*further)
         if self.profile:
             self.profile.begin()

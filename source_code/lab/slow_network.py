@@ -30,17 +30,8 @@ def node_name(rank):
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def node_delay():
-    """Seconds by which a message between nodes is delayed, as on a slow network."""
-    return _seconds(DELAY_VARIABLE)
-
-
-def node_occupancy():
-    """Seconds for which a message between nodes occupies its link; the next message waits."""
-    return _seconds(OCCUPANCY_VARIABLE)
-
-
-def _seconds(variable):
+def seconds_in(variable):
+    """The seconds of an environment variable, which has milliseconds."""
     text = os.environ.get(variable, "0")
     try:
         milliseconds = float(text)
@@ -64,7 +55,8 @@ def check_transport(backend, slow):
 def attach_network(job):
     """Exchange the ranks' nodes; slow messages between nodes if requested. All ranks call it."""
     try:
-        mine, delay, occupancy = node_name(job.rank), node_delay(), node_occupancy()
+        mine = node_name(job.rank)
+        delay, occupancy = seconds_in(DELAY_VARIABLE), seconds_in(OCCUPANCY_VARIABLE)
         check_transport(job.backend, delay or occupancy)
     except NodesError as error:
         end_process(str(error))

@@ -75,10 +75,3 @@ class Summing:
         sums = self.flat.to(self.job.device).split([tensor.numel() for tensor in self.tensors])
         for tensor, total in zip(self.tensors, sums):
             tensor.copy_(total.view_as(tensor))
-
-
-def mean_over_ranks(job, tensors, ranks):
-    """Replace each tensor by its mean over `ranks`, one of the job's groups, in one message."""
-    Summing(job, tensors, ranks, "its gradients").wait()
-    for tensor in tensors:
-        tensor /= len(ranks)

@@ -53,11 +53,6 @@ def kind_of(plan):
     return "tensor parallel" if plan.tensor > 1 else "data parallel"
 
 
-def was_compared(machine):
-    """Whether any published run on this GPU was compared with its forecast."""
-    return GPUS.get(machine.peak) is not None
-
-
 def expected_error(machine, plan):
     """The ExpectedError of a plan's forecast on a machine."""
     if machine.measured:

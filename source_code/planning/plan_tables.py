@@ -2,6 +2,7 @@
 """What plan.py prints: tables of plans, the error to expect, the reasons of a plan."""
 
 from planning.expected_error import (
+    GPUS,
     enough,
     expected_error,
     kind_of,
@@ -10,7 +11,6 @@ from planning.expected_error import (
     runs_of,
     size_within,
     stated_interval,
-    was_compared,
     weighted_mean,
 )
 from planning.forecast import stage_costs
@@ -119,7 +119,7 @@ def error_lines(machine, found):
         "The error to expect: how much an update differed from its forecast in nine of ten "
         "published runs of this kind, with constants fitted without them:"
     )
-    if not was_compared(machine):
+    if machine.peak not in GPUS:
         lines = ["No run on this GPU was ever compared with its forecast. The error to expect:"]
     kinds = {kind_of(one.plan): expected_error(machine, one.plan) for one in found}
     for kind, error in sorted(kinds.items()):

@@ -75,10 +75,10 @@ FAULTS = [
         """\
     os.rename(temporary, run_folder / name)
     sync_folder(run_folder)
-    move_latest(folder, f"{run}/{name}")
+    write_line(folder, "latest", f"{run}/{name}")
 """,
         """\
-    move_latest(folder, f"{run}/{name}")
+    write_line(folder, "latest", f"{run}/{name}")
     os.rename(temporary, run_folder / name)
     sync_folder(run_folder)
 """,

@@ -230,9 +230,9 @@ FAULTS = [
     ),
     Fault(
         "mean-is-a-sum",
-        "pipeline/collectives.py::mean_over_ranks",
-        "tensor /= len(ranks)",
-        "tensor /= 1",
+        "extensions/asynchronous/weight_stash.py::StashingStage.average",
+        "gradient /= len(self.ranks)",
+        "gradient /= 1",
         "Replicas of a stage update by the sum of their gradients, not by the mean.",
         "test_pipedream.py",
         ("test_1f1b_rr_updates_once_for_r_minibatches_with_their_mean_gradient",),

@@ -55,16 +55,11 @@ NARROWEST = "760px"  # below this width the picture's text is smaller than 9 pt
 
 
 class Shown:
-    """An object that a notebook shows as a panel and stores as a picture; a cell's last line."""
+    """An object that a notebook shows as a panel and stores as a picture; a cell's last line.
 
-    @property
-    def view(self):
-        """The view to show, see `Stepper.show`; it also has `alt` and `stored_picture`."""
-        raise NotImplementedError
-
-    def make_panel(self):
-        """Make and return the Stepper."""
-        raise NotImplementedError
+    A subclass has `view`, see `Stepper.show`, which also has `alt` and `stored_picture`, and
+    `make_panel()`, which returns the Stepper.
+    """
 
     @cached_property
     def panel(self):
@@ -86,7 +81,10 @@ class Shown:
 
 
 class Stepper:
-    """The widgets that step through a view. A subclass adds its own and puts all into `box`."""
+    """The widgets that step through a view. A subclass puts them and its own into one box.
+
+    The box is what its `arrange()` returns.
+    """
 
     def __init__(self):
         self.time = 0.0  # the cursor's time
@@ -95,10 +93,6 @@ class Stepper:
         self.make_outputs()
         self.box = self.arrange()
         self.box.add_class("pipeline-explorer")
-
-    def arrange(self):
-        """Put all widgets into one box."""
-        raise NotImplementedError
 
     def make_player(self):
         """Make the widgets that move through time: play, back, on, cursor, picture or table."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.func import functional_call
 
-from pipeline.collectives import mean_over_ranks
+from pipeline.collectives import Summing
 from pipeline.schedules import round_robin_warm_up
 from pipeline.stage import Stage
 
@@ -179,8 +179,13 @@ class StashingStage(Stage):
     def update(self, minibatch):
         """Apply the gradients summed since the last update; all replicas apply the same mean."""
         if len(self.ranks) > 1:
-            mean_over_ranks(self.job, list(self.gradients.values()), self.ranks)
+            self.average(list(self.gradients.values()))
         self.apply_update(minibatch)
+
+    def average(self, gradients):
+        Summing(self.job, gradients, self.ranks, "its gradients").wait()
+        for gradient in gradients:
+            gradient /= len(self.ranks)
 
     def apply_update(self, minibatch):
         self.stash.update(self.optimizer, self.gradients, self.oldest_needed())

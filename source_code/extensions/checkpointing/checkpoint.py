@@ -31,7 +31,6 @@ from extensions.checkpointing.checkpoint_folder import (
     publish,
     remove_leftovers,
     run_to_write,
-    unmark_stopped,
 )
 from extensions.checkpointing.checkpoint_reader import (
     PlainReader,
@@ -247,7 +246,6 @@ class Checkpoints:
             if self.job.rank == 0:
                 self.claim = claim(self.folder)
                 remove_leftovers(self.folder)
-                unmark_stopped(self.folder)
             if self.begin:
                 # Each rank checks a share of the files, so that no rank reads all of them.
                 names = sorted(self.begin.description["files"])[self.job.rank :: self.job.num_ranks]

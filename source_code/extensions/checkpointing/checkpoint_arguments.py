@@ -13,8 +13,8 @@ from extensions.checkpointing.checkpoint_folder import (
     CheckpointError,
     find_checkpoint,
     first_difference,
-    mark_stopped,
     run_to_write,
+    write_line,
 )
 from extensions.checkpointing.stop_request import status_when_stopped
 from guard.paths import can_be_written
@@ -72,8 +72,7 @@ def check_combinations(arguments):
             raise SystemExit(
                 f"--{flag} needs --checkpoints FOLDER; name the folder, or leave it out"
             )
-    beginnings = {"--fresh": arguments.fresh, "--from-step": arguments.from_step}
-    if all(beginnings.values()):
+    if arguments.fresh and arguments.from_step:
         raise SystemExit("--fresh begins anew and --from-step from a checkpoint; use one of them")
 
 
@@ -151,22 +150,25 @@ def continue_training(arguments, job, training):
             raise SystemExit(problem + fix)
     if training.step and job.rank == 0:
         print(f"continues after {training.step} steps, from {arguments.begin.path}", flush=True)
+        if training.step >= arguments.steps:
+            done = f"{training.step} steps of --steps {arguments.steps} are done"
+            print(f"nothing is left to do: {done}", flush=True)
     return checkpoints
 
 
 def save_when_due(arguments, job, training, checkpoints, stop_request):
     """Save after an update if it is time. All ranks call it.
 
-    Returns (the signal that asks the job to stop, what is not finite); each may be None. Without
-    `checkpoints` nothing is saved, and both are None.
+    Returns why the training ends before its last step: what is not finite, in words, or the signal
+    that asks the job to stop, or None. Without `checkpoints` nothing is saved.
     """
     if not checkpoints:
-        return None, None
+        return None
     stopped = stop_request.agreed(job)
     last = training.step == arguments.steps
     if stopped or last or training.step % arguments.save_every == 0:
-        return stopped, checkpoints.save(training)
-    return stopped, None
+        return checkpoints.save(training) or stopped
+    return None
 
 
 def end_diverged(job, what, checkpoints):
@@ -186,23 +188,21 @@ def end_diverged(job, what, checkpoints):
     return 1
 
 
-def status_of_end(arguments, job, training, checkpoints, stopped, diverged):
-    """Print on rank 0 how a run has ended. Returns the exit status, the same on every rank."""
+def status_of_end(arguments, job, training, checkpoints, ending):
+    """Print on rank 0 how a run has ended. Returns the exit status, the same on every rank.
+
+    `ending` is what `find_not_finite` or `save_when_due` has returned.
+    """
     if checkpoints:
         checkpoints.finish()
-    if diverged:
-        return end_diverged(job, diverged, checkpoints)
+    if isinstance(ending, str):
+        return end_diverged(job, ending, checkpoints)
     if checkpoints and checkpoints.problem:
         return 1
-    if not stopped:
+    if not ending:
         return 0
     if job.rank == 0:
-        mark_stopped(arguments.checkpoints, f"{stopped.name} after {training.step} steps")
-        print(f"stopped by {stopped.name} after {training.step} steps, saved", flush=True)
+        when = f"{ending.name} after {training.step} steps"
+        write_line(arguments.checkpoints, "stopped", when)  # the training can be continued
+        print(f"stopped by {when}, saved", flush=True)
     return status_when_stopped()
-
-
-def say_if_nothing_is_left(arguments, job, training):
-    """Print on rank 0 that a continued training has already reached --steps."""
-    if job.rank == 0 and training.step >= arguments.steps:
-        print(f"nothing is left to do: {training.step} steps of --steps {arguments.steps} are done")

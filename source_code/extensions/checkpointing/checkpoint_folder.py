@@ -293,7 +293,7 @@ def publish(temporary, folder, run, step, description, keep):
     sync_folder(temporary)
     os.rename(temporary, run_folder / name)
     sync_folder(run_folder)
-    move_latest(folder, f"{run}/{name}")
+    write_line(folder, "latest", f"{run}/{name}")
     for old in steps_of(folder, run)[:-keep]:
         remove_checkpoint(run_folder, name_of_step(old))
     return run_folder / name
@@ -303,11 +303,6 @@ def write_description(folder, description):
     """Write checkpoint.json, with the checksum of its own content."""
     description = {**description, "checksum": checksum_of_description(description)}
     write_synced(folder / DESCRIPTION, to_json(description, indent=1) + "\n")
-
-
-def move_latest(folder, name):
-    """Replace `latest` by a file that names this checkpoint."""
-    write_line(folder, "latest", name)
 
 
 def write_line(folder, name, line):
@@ -335,24 +330,15 @@ def remove_checkpoint(run_folder, name):
 
 
 def remove_leftovers(folder):
-    """Remove half-written and half-deleted checkpoints that crashes left, and nothing else."""
+    """Remove the file `stopped`, and half-written and half-deleted checkpoints; nothing else."""
     for name in entries_of(folder):
-        if re.fullmatch(r"\.(latest|stopped)\.[0-9a-f]{8}", name):  # see `replace_file`
+        if re.fullmatch(r"stopped|\.(latest|stopped)\.[0-9a-f]{8}", name):  # see `replace_file`
             (Path(folder) / name).unlink(missing_ok=True)
     for run in runs_of(folder):
         for name in entries_of(Path(folder) / run):
             path = Path(folder) / run / name
             if name.startswith((WRITING, DELETING)) and os.path.isdir(path):
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def mark_stopped(folder, why):
-    """Write the file `stopped`, which marks that the training there can be continued."""
-    write_line(folder, "stopped", why)
-
-
-def unmark_stopped(folder):
-    (Path(folder) / "stopped").unlink(missing_ok=True)
 
 
 def write_synced(path, text):

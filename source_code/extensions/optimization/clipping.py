@@ -37,15 +37,16 @@ def clip_gradients(job, named_parameters, largest_norm):
     """Scale the gradients of all ranks so that their common norm is at most `largest_norm`.
 
     `named_parameters` are this rank's, with names of the whole model. Every rank must call it.
-    Returns the norm before clipping, the same number on every rank; None clips nothing.
+    Returns the norm before clipping, the same number on every rank; without a largest norm, None.
     """
+    if largest_norm is None:
+        return None
     squares = {number_of(name): value for name, value in squares_of(named_parameters).items()}
     if job.num_ranks > 1:
         with job.waiting_for_all("its share of the gradient's norm"):
             squares = gather_numbers(job, squares)
     norm = norm_of(squares)
-    if largest_norm is not None:
-        scale_gradients(named_parameters, norm, largest_norm)
+    scale_gradients(named_parameters, norm, largest_norm)
     return norm
 
 

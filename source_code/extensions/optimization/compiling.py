@@ -10,6 +10,7 @@ import shutil
 import subprocess
 
 import torch
+from torch.utils._triton import has_triton
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 
@@ -40,12 +41,6 @@ def check_compile(arguments, schedule):
         raise SystemExit(
             f"--compile needs {missing} on this machine; install it, or leave --compile out"
         )
-
-
-def has_triton():
-    from torch.utils._triton import has_triton as found
-
-    return found()
 
 
 def has_compiler():

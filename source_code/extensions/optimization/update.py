@@ -27,15 +27,11 @@ def check_rate(arguments):
         )
 
 
-def clip_and_set_rate(arguments):
-    """Return `before_update(model, optimizer, step)`, which clips and sets the rate."""
-
-    def before_update(model, optimizer, step):
-        clip_whole_model(arguments, model)
-        share = share_of_peak(step, arguments.warm_up_steps, arguments.decay_steps)
-        optimizer.param_groups[0]["lr"] = arguments.learning_rate * share
-
-    return before_update
+def clip_and_set_rate(arguments, model, optimizer, step):
+    """Clip, and set the rate, in one process, between backward and update."""
+    clip_whole_model(arguments, model)
+    share = share_of_peak(step, arguments.warm_up_steps, arguments.decay_steps)
+    optimizer.param_groups[0]["lr"] = arguments.learning_rate * share
 
 
 def clip_whole_model(arguments, model, *_):

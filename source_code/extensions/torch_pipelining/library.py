@@ -59,15 +59,11 @@ def complaint_about(name, num_ranks, num_microbatches, chunks):
         return f"{flags} needs several stages per rank; use --chunks 2 or more"
     if name in V_SHAPED and chunks != 2:
         return f"{flags} has exactly two stages per rank; use --chunks 2"
-    if name == "1F1B" and num_microbatches < num_ranks:
+    least = {"1F1B": num_ranks, "DualPipeV": 2 * num_ranks}.get(name, 0)
+    if num_microbatches < least:
         return (
-            f"{flags}: --microbatches {num_microbatches} is less than the {num_ranks} stages; "
-            f"use {num_ranks} or more"
-        )
-    if name == "DualPipeV" and num_microbatches < 2 * num_ranks:
-        return (
-            f"{flags}: --microbatches {num_microbatches} is less than the {2 * num_ranks} stages; "
-            f"use {2 * num_ranks} or more"
+            f"{flags}: --microbatches {num_microbatches} is less than the {least} stages; "
+            f"use {least} or more"
         )
     rounds = max(1, num_microbatches // num_ranks)
     if name in ("Interleaved1F1B", "InterleavedZeroBubble") and num_microbatches % rounds:

@@ -120,7 +120,12 @@ def build_schedule(name, num_ranks, num_microbatches, chunks=None, **options):
             "micro-batches or chunks"
         )
     sizes = [num_ranks, num_microbatches]
-    if generator.chunks and chunks is not None:
+    if generator.fixed_chunks:
+        if chunks not in (None, generator.chunks):
+            raise ScheduleError(
+                f"{name} has {generator.chunks} chunks per rank, one on each side of the V, not {chunks}"
+            )
+    elif generator.chunks and chunks is not None:
         sizes.append(chunks)
     elif chunks not in (None, 1):
         several = ", ".join(chunked_schedules())  # none in some copies

@@ -12,20 +12,20 @@ stage i from the start, `down`, and stage i from the end, `up`.
 from collections import deque
 
 from pipeline.schedule import Action, Schedule, message_of, needs_of
-from pipeline.schedules.order import require_two_chunks
+from pipeline.schedules.order import require_positive
 
 INTERVAL = 6  # slots from one micro-batch to the next
 HELD = {"F": 1, "I": 0, "W": -1}  # change in a rank's held activations per action
 
 
-def v_half(num_ranks, num_microbatches, num_chunks=2):
+def v_half(num_ranks, num_microbatches):
     """Every rank holds floor((p + 2) / 2) micro-batches at most, about half of 1F1B's p.
 
     Forward and gradient take two slots per rank towards the last rank and one on the way back. So
     the slots from F to I, summed over both stages, are equally many on every rank: 6p - 1, or
     6p + 5 if p is even.
     """
-    require_two_chunks("v-half", num_ranks, num_microbatches, num_chunks)
+    require_positive(num_ranks, num_microbatches)
     p, shift = num_ranks, 0 if num_ranks % 2 else 3  # 0 would put I down and F up in one slot
 
     def slots(rank):
@@ -35,7 +35,7 @@ def v_half(num_ranks, num_microbatches, num_chunks=2):
     return _repeated("v-half", num_ranks, num_microbatches, slots)
 
 
-def v_min(num_ranks, num_microbatches, num_chunks=2):
+def v_min(num_ranks, num_microbatches):
     """Every rank holds floor((p + 4) / 3) micro-batches at most, about a third of 1F1B's p.
 
     Forward and gradient take one slot per rank, so that no block is shorter: 4p slots from F to I,
@@ -43,7 +43,7 @@ def v_min(num_ranks, num_microbatches, num_chunks=2):
     of F, I and W: if F or I takes more than a third of the three, the ranks wait in every
     micro-batch.
     """
-    require_two_chunks("v-min", num_ranks, num_microbatches, num_chunks)
+    require_positive(num_ranks, num_microbatches)
     p, shift = num_ranks, 0 if num_ranks % 3 else 2  # 0 would put I up and F down in one slot
 
     def slots(rank):

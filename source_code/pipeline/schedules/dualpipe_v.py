@@ -7,16 +7,16 @@ way to the turn, `up` the one after it.
 """
 
 from pipeline.schedule import Schedule, ScheduleError
-from pipeline.schedules.order import Order, require_two_chunks
+from pipeline.schedules.order import Order, require_positive
 
 
-def dualpipe_v(num_ranks, num_microbatches, num_chunks=2):
+def dualpipe_v(num_ranks, num_microbatches):
     """DualPipe (DeepSeek-AI 2024, arXiv 2412.19437) cut in half by Sea AI Lab, 2025.
 
     Forward and backward come in pairs, which DeepSeek runs at once, so that the messages of one
     overlap with the computation of the other. Here a pair is two actions, one after the other.
     """
-    require_two_chunks("dualpipe-v", num_ranks, num_microbatches, num_chunks)
+    require_positive(num_ranks, num_microbatches)
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
             f"dualpipe-v needs at least two micro-batches per rank, {2 * num_ranks} for {num_ranks} "

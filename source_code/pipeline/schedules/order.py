@@ -58,11 +58,3 @@ def require_several_chunks(name, num_chunks, without):
         raise ScheduleError(
             f"{name} has at least 2 chunks per rank, not {num_chunks}; with one it is {without}"
         )
-
-
-def require_two_chunks(name, num_ranks, num_microbatches, num_chunks):
-    require_positive(num_ranks, num_microbatches)
-    if num_chunks != 2:
-        raise ScheduleError(
-            f"{name} has 2 chunks per rank, one on each side of the V, not {num_chunks}"
-        )

@@ -7,17 +7,17 @@ last rank without a message. `down` is a rank's stage on the way to the turn, `u
 """
 
 from pipeline.schedule import Schedule
-from pipeline.schedules.order import Order, require_two_chunks
+from pipeline.schedules.order import Order, require_positive
 
 
-def zb_v(num_ranks, num_microbatches, num_chunks=2):
+def zb_v(num_ranks, num_microbatches):
     """Zero bubble with the memory of 1F1B (Zero Bubble: Qi et al. 2023, arXiv 2401.10241, section 6).
 
     This is the handcrafted order, without a bubble on any rank if F, I and W take equally long; the
     paper's automatic scheduler searches for others. It is made for at least 2 * num_ranks - 1
     micro-batches; with fewer, the actions of missing micro-batches are left out.
     """
-    require_two_chunks("zb-v", num_ranks, num_microbatches, num_chunks)
+    require_positive(num_ranks, num_microbatches)
     written = max(num_microbatches, 2 * num_ranks - 1)
     orders = []
     for rank in range(num_ranks):

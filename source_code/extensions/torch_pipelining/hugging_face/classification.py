@@ -2,7 +2,6 @@
 """A classification task: whether a text is in its original or in reversed order."""
 
 import torch
-from torch.nn import functional as F
 
 from extensions.torch_pipelining.hugging_face.configuration import PADDING
 
@@ -20,8 +19,3 @@ def sequences_to_classify(tokens):
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     tokens = torch.where(positions[None] <= ends[:, None], tokens, PADDING)
     return tokens, labels, {"ends": ends}
-
-
-def sequence_loss(scores, labels):
-    """Mean cross-entropy in nats per sequence. Scores (batch, classes), labels (batch,)."""
-    return F.cross_entropy(scores, labels)
