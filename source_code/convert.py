@@ -151,11 +151,7 @@ def take_out(arguments):
     dtype = DTYPES[arguments.dtype] if arguments.dtype else weights["embedding.weight"].dtype
     part = fill_part(part, weights.__getitem__, dtype, torch.device("cpu"))
     config = config_in(config, dtype) if config else config_of(settings, dtype)
-    job = join_job("cpu")
-    claim_output(arguments, job, "--to-hf", arguments.to_hf)
-    if save_model(job, "--to-hf", arguments.to_hf, config, [part], settings, arguments.tokenizer):
-        arguments.claimed.release()
-    job.leave()
+    write(arguments, join_job("cpu"), config, part, settings)
     return int(bool(not_written))
 
 
@@ -165,6 +161,13 @@ def read_model_of(checkpoint):
     part = lay_out(settings)
     weights = read_weights(checkpoint, [name for name, _ in part.named_parameters()])
     return settings, config, part, weights
+
+
+def write(arguments, job, config, part, settings):
+    claim_output(arguments, job, "--to-hf", arguments.to_hf)
+    if save_model(job, "--to-hf", arguments.to_hf, config, [part], settings, arguments.tokenizer):
+        arguments.claimed.release()
+    job.leave()
 
 
 def checked_settings(checkpoint):

@@ -96,7 +96,7 @@ def main():
 
     status = status_of_end(arguments, job, training, checkpoints, ending)
     job.leave()
-    reference = partial(train_one_process, before_update=partial(clip_and_set_rate, arguments))
+    reference = partial(train_one_process, before_update=clip_and_set_rate)
     return log.finish(job.device, reference, not ending) or status
 
 

@@ -323,9 +323,8 @@ def one_process(arguments, device):
     def build_whole(arguments, device):
         return build_model_part(arguments, 0, arguments.layers, device)
 
-    before_update = partial(clip_and_set_rate, arguments)
     loss_of = masked_loss if arguments.packed else None
-    return train_one_process(arguments, device, before_update, build_whole, loss_of, **ADAMW)
+    return train_one_process(arguments, device, clip_and_set_rate, build_whole, loss_of, **ADAMW)
 
 
 if __name__ == "__main__":

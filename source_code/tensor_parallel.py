@@ -94,7 +94,7 @@ def main():
     describe(arguments, job, schedule, group)
     status = status_of_end(arguments, job, training, checkpoints, ending)
     job.leave()
-    reference = partial(train_one_process, before_update=partial(clip_whole_model, arguments))
+    reference = partial(train_one_process, before_update=clip_whole_model)
     return log.finish(job.device, reference, not ending) or status
 
 

@@ -53,9 +53,7 @@ def arguments_of(flags):
 @functools.cache
 def one_process(flags=FLAGS):
     arguments = arguments_of(flags)
-    return train_one_process(
-        arguments, before_update=lambda model, optimizer, step: clip_whole_model(arguments, model)
-    )
+    return train_one_process(arguments, before_update=clip_whole_model)
 
 
 def train(folder, flags, ranks=4, common=FLAGS):

@@ -8,7 +8,6 @@ from pipeline.training import build_stage
 
 
 def add_recompute_flags(parser, default="none"):
-    """Add --recompute and --pieces."""
     kept = "; ".join(f"{mode}: {what}" for mode, what in MODES.items())
     parser.add_argument("--recompute", choices=list(MODES), default=default, help=kept)
     helped = "pieces of a stage whose inputs --recompute stage keeps, by default 1"

@@ -48,9 +48,9 @@ def train_one_process(
 ):
     """Train the whole model on whole batches; return the loss of every step in nats.
 
-    `before_update(model, optimizer, step)` runs between backward and update. `build(arguments,
-    device)` may return another model, and `loss_of(model, inputs, targets)` another loss. `options`
-    are passed to AdamW.
+    `before_update(arguments, model, optimizer, step)` runs between backward and update.
+    `build(arguments, device)` may return another model, and `loss_of(model, inputs, targets)`
+    another loss. `options` are passed to AdamW.
     """
     a, loss_of = arguments, loss_of or (lambda model, *batch: token_loss(model(batch[0]), batch[1]))
     model = (build or build_model)(a, device)
@@ -63,7 +63,7 @@ def train_one_process(
         if loss.requires_grad:  # not if all weights are frozen
             loss.backward()
         if before_update:
-            before_update(model, optimizer, step)
+            before_update(a, model, optimizer, step)
         optimizer.step()
         losses.append(loss.item())
     return losses

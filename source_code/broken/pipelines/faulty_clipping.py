@@ -17,7 +17,7 @@ def clip_gradients(job, stage, pieces):
     scale_gradients(named, pieces.norm_to_clip_by(job.rank, squares), LARGEST_NORM)
 
 
-def clip_gradients_in_one_process(model, optimizer, step):
+def clip_gradients_in_one_process(arguments, model, optimizer, step):
     """Clip the gradients of the whole model in one process, between backward and update."""
     named = list(model.named_parameters())
     scale_gradients(named, norm_of(squares_of(named)), LARGEST_NORM)

@@ -88,7 +88,6 @@ def point_of(settings):
 
 
 def gib_per_rank(point, sizes):
-    """The GiB that each rank needs."""
     return [sizes.states + held * sizes.kept for held in point.held]
 
 

@@ -9,7 +9,6 @@ from pipeline.collectives import gather
 
 
 def add_reduction_flags(parser):
-    """Add --reduce and --library."""
     add = parser.add_argument
     add("--reduce", choices=["all-reduce", "ddp", "fsdp2"], default="all-reduce",
         help="who sums the gradients of the replicas")  # fmt: skip

@@ -139,5 +139,4 @@ def schedule_of(passes, num_ranks):
 
 
 def action_of(one, rank, num_ranks):
-    """The Action of `rank` in a pass."""
     return Action(one.depth * num_ranks + rank, "F", one.chain)

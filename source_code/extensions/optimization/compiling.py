@@ -16,7 +16,6 @@ BACKENDS = ("inductor", "aot_eager", "eager")
 
 
 def add_compile_flag(parser):
-    """Add --compile."""
     what = "compile the layers: inductor makes kernels; the others help to find out what goes wrong"
     parser.add_argument("--compile", nargs="?", const=BACKENDS[0], choices=BACKENDS, help=what)
 
