@@ -76,7 +76,7 @@ def main():
     arguments = make_site.parse_arguments()
     if (arguments.of, arguments.into) != (make_site.ROOT, make_site.SITE):
         sys.exit(f"make_handout.py: the handout is always {HANDOUT}; leave out --of and --into")
-    again = "mend that, and make the handout again"
+    again = f"mend that, and make the handout again; it goes into {HANDOUT}"
     try:
         with naming_files(fix=again):
             HANDOUT.mkdir(parents=True, exist_ok=True)

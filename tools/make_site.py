@@ -77,7 +77,8 @@ def main():
         new_file_beside(site / "index.html").unlink()
     except OSError as error:
         sys.exit(f"make_site.py: {site} cannot be written ({error.strerror}); name another --into")
-    with naming_files(), tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=site) as folder:
+    fix = f"mend that, and start again; the site goes into {site}"
+    with naming_files(fix=fix), tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=site) as folder:
         made = Path(folder) / site.name
         (made / SCRIPTS).mkdir(parents=True)
         for name in OWN_SCRIPTS:
