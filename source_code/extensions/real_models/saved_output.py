@@ -25,7 +25,7 @@ BESIDE = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "chat_template.jinja",
 )  # fmt: skip
-MENDED = "nothing else was changed: make room, remove the folder, and start again"
+MAKE_ROOM = "nothing else was changed: make room, remove the folder, and start again"
 
 
 def claim_output(arguments, job, flag, folder):
@@ -87,7 +87,7 @@ def save_model(job, flag, folder, config, parts, settings, beside=None):
         if own:
             write_tensors(folder / file, own)
     except OSError as error:
-        problem = f"{flag} {folder}: {file} was not written ({error.strerror}); {MENDED}"
+        problem = f"{flag} {folder}: {file} was not written ({error.strerror}); {MAKE_ROOM}"
     written = gather(job, (file, list(own), total, problem))
     if job.rank == 0 and not any(each[3] for each in written):
         problem = finish_folder(flag, folder, config, beside, written)
@@ -125,7 +125,7 @@ def finish_folder(flag, folder, config, beside, written):
             write_whole(folder / INDEX, to_json(index, indent=2) + "\n")
         write_whole(folder / CONFIG_FILE, to_json(config, indent=2) + "\n")
     except OSError as error:
-        return f"{flag} {folder} is not whole ({error.strerror}); {MENDED}"
+        return f"{flag} {folder} is not whole ({error.strerror}); {MAKE_ROOM}"
     return f"{flag} {folder} has the model alone: {'; '.join(left_out)}" if left_out else None
 
 
