@@ -282,6 +282,12 @@ def test_a_folder_or_a_pipe_is_no_text(refusal, tmp_path, script):
     refusal.check(script, "--data", str(tmp_path / "pipe"), names="--data")
 
 
+def test_a_file_without_a_size_is_named_before_it_is_read(refusal, monkeypatch, tmp_path):
+    (tmp_path / "empty").touch()  # so is /proc/kmsg, where a read waits for the next message
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was read"))
+    refusal.check("gpipe", "--data", str(tmp_path / "empty"), names="--data")
+
+
 def test_a_text_that_is_larger_than_the_memory_is_named_before_it_is_read(refusal, tmp_path):
     text = tmp_path / "text"
     text.touch()

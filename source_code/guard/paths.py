@@ -71,14 +71,16 @@ def same_file(path, other):
 
 
 def check_input(flag, path):
-    """Reject a path that is neither file nor folder, or a file that is larger than the memory.
+    """Reject what is neither file nor folder, an empty file, and one larger than the memory.
 
-    A read from a named pipe may wait for ever.
+    A read from a named pipe may wait for ever, and so may one from /proc, whose files have no size.
     """
     if path and os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise SystemExit(f"{flag} {path} is not a regular file; name a file or a folder")
-    if path and os.path.isfile(path) and os.path.getsize(path) > memory_of_machine():
-        size = os.path.getsize(path)
+    size = os.path.getsize(path) if path and os.path.isfile(path) else None
+    if size == 0:
+        raise SystemExit(f"{flag} {path} has 0 bytes; name a file that has some")
+    if size and size > memory_of_machine():
         raise SystemExit(
             f"{flag} {path} has {size:,} bytes, more than the memory; use a smaller one"
         )
