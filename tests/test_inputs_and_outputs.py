@@ -740,3 +740,10 @@ def test_a_pipe_in_place_of_an_old_checkpoint_is_not_waited_for_when_it_would_be
     assert "step-00000001 cannot be removed (Not a directory)" in capsys.readouterr().err
     checkpoint_folder.remove_leftovers(tmp_path)
     assert (run / "step-00000002").is_dir()
+
+
+def test_a_number_of_thousands_of_digits_is_no_json_and_gets_no_advice_about_python(tmp_path):
+    (tmp_path / "long.json").write_text("9" * 5000)
+    with pytest.raises(InputError, match=r"long\.json is not JSON") as refused:
+        read_json(tmp_path / "long.json")
+    assert "sys." not in str(refused.value)

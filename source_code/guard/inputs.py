@@ -88,7 +88,8 @@ def parse_json(text, name):
     try:
         return json.loads(text, parse_constant=reject_constant)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name} is not JSON ({error})") from None
+        fault = str(error).partition("; use sys.")[0]  # Python's own advice helps no reader here
+        raise InputError(f"{name} is not JSON ({fault})") from None
 
 
 def reject_constant(constant):
