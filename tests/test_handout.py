@@ -236,6 +236,19 @@ def test_a_handout_that_a_hook_of_git_makes_is_committed_in_its_own_repository(
 
 
 @pytest.mark.processes
+def test_a_lock_that_git_has_left_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "course").mkdir()
+    make_handout.commit(tmp_path / "course")
+    (tmp_path / "course" / ".git" / "index.lock").touch()
+    monkeypatch.setattr(make_handout, "HANDOUT", tmp_path)
+    monkeypatch.setattr(make_handout, "write_course", lambda folder: (0, 0))
+    monkeypatch.setattr("sys.argv", ["make_handout.py"])
+    with pytest.raises(SystemExit):
+        make_handout.main()
+    assert "course/.git/index.lock'" in capsys.readouterr().err
+
+
+@pytest.mark.processes
 def test_an_ignore_list_of_the_user_takes_nothing_from_the_handout(tmp_path, monkeypatch):
     (tmp_path / "ignored").write_text("*.md\n")
     (tmp_path / "gitconfig").write_text(f"[core]\nexcludesFile = {tmp_path / 'ignored'}\n")

@@ -87,8 +87,9 @@ def main():
     except ClaimError as error:
         sys.exit(f"make_handout.py: {error}")
     except subprocess.SubprocessError as error:
-        said = (error.stderr or "").strip().splitlines() or ["git ended without a word"]
-        sys.exit(f"make_handout.py: git {error.cmd[-1]}: {said[-1]}; {again}")
+        said = str(error.stderr or "").strip().splitlines() or ["it ended without a word"]
+        why = next((line for line in said if line.startswith("fatal: ")), said[-1])  # then advice
+        sys.exit(f"make_handout.py: git: {why}; {again}")
 
 
 def make(flags):
