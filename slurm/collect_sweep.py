@@ -21,6 +21,7 @@ from lab.timeline import TimelineError, read_timeline  # noqa: E402
 @in_one_sentence()
 def main():
     keep_running_unheard()
+    os.environ["MPLBACKEND"] = "agg"  # a shell may name one that is not there
     if len(sys.argv) != 2 or not os.path.isdir(sys.argv[1]):
         sys.exit("name the folder that sweep.sbatch has filled")
     folder = Path(sys.argv[1])

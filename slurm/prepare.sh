@@ -13,8 +13,16 @@ if [ ! -f "$site" ]; then
     echo "$site is not there; submit jobs from the course's own folder, or let COURSE_SITE name a file" >&2
     exit 2
 fi
+if LC_ALL=C grep -q $'\r$\|^\xef\xbb\xbf' "$site"; then
+    echo "$site was saved as on Windows; mend it: sed -i 's/\r\$//; s/^\xef\xbb\xbf//' $site" >&2
+    exit 2
+fi
 # shellcheck source=slurm/site.env
 . "$site"
+for name in GPUS_PER_NODE GPU_TYPE EXCLUSIVE RANKS_PER_NODE MODULES CONTAINER PYTHON INTERFACE; do
+    name=COURSE_$name
+    [ -n "${!name+set}" ] || { echo "$site has no $name; copy its line from slurm/site.env" >&2; exit 2; }
+done
 
 wrong_value() {
     echo "$site: $1=${!1} is wrong: $2" >&2

@@ -656,16 +656,22 @@ def test_a_sweep_is_collected_when_nobody_reads_what_is_printed_and_an_element_i
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, ROOT / "slurm/collect_sweep.py", tmp_path],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=100,
+            env={**os.environ, "MPLBACKEND": "nowhere"}, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100,
         )  # fmt: skip
-    assert ended.returncode == 1 and ended.stderr.count("\n") == 2
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 2, ended.stderr
     assert "standard output was not written" in ended.stderr and "skipped: " in ended.stderr
     assert "| 4 |" in (tmp_path / "sweep.md").read_text()
 
 
-@pytest.mark.parametrize("tool", [accept, answers, quiet_run])
-def test_what_takes_minutes_or_writes_lessons_does_not_end_when_nobody_reads_it(tool):
-    assert "keep_running_unheard()" in inspect.getsource(tool.main)
+@pytest.mark.parametrize("tool", sorted({*TOOLS} - {"plain_loop"}))  # one that is plain
+def test_no_tool_ends_in_the_middle_when_nobody_reads_it(tool):
+    assert "keep_running_unheard()" in inspect.getsource(importlib.import_module(tool).main)
+
+
+def test_slides_of_a_lesson_that_there_is_not_are_asked_for_in_vain(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_slides, "SLIDES", tmp_path / "slides")
+    assert "no lesson 99;" in sentence_of(make_slides.main, monkeypatch, "02", "99")
+    assert not (tmp_path / "slides").exists()
 
 
 def wait_for(path):

@@ -215,6 +215,51 @@ def test_a_bundle_has_the_handout_and_no_history_of_the_course(handout):
     assert "solutions" not in git("ls-files", where=copy)
 
 
+@pytest.mark.processes
+def test_a_handout_that_a_hook_of_git_makes_is_committed_in_its_own_repository(
+    tmp_path, monkeypatch
+):
+    def commits(where):
+        words = ["git", "-C", where, "rev-list", "--all", "--count"]
+        return subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
+
+    course, copy = tmp_path / "course", tmp_path / "copy"
+    for folder in (course, copy):
+        folder.mkdir()
+        (folder / "page.md").write_text("text")
+    make_handout.commit(course)
+    with monkeypatch.context() as hook:
+        hook.setenv("GIT_DIR", str(course / ".git"))
+        hook.setenv("GIT_INDEX_FILE", str(course / ".git" / "index"))
+        make_handout.commit(copy)
+    assert (commits(course), commits(copy)) == ("1\n", "1\n")
+
+
+@pytest.mark.processes
+def test_a_lock_that_git_has_left_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "course").mkdir()
+    make_handout.commit(tmp_path / "course")
+    (tmp_path / "course" / ".git" / "index.lock").touch()
+    monkeypatch.setattr(make_handout, "HANDOUT", tmp_path)
+    monkeypatch.setattr(make_handout, "write_course", lambda folder: (0, 0))
+    monkeypatch.setattr("sys.argv", ["make_handout.py"])
+    with pytest.raises(SystemExit):
+        make_handout.main()
+    assert "course/.git/index.lock'" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_an_ignore_list_of_the_user_takes_nothing_from_the_handout(tmp_path, monkeypatch):
+    (tmp_path / "ignored").write_text("*.md\n")
+    (tmp_path / "gitconfig").write_text(f"[core]\nexcludesFile = {tmp_path / 'ignored'}\n")
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "page.md").write_text("text")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
+    make_handout.commit(tmp_path / "copy")
+    words = ["git", "-C", tmp_path / "copy", "ls-files"]
+    assert subprocess.run(words, capture_output=True, timeout=60).stdout == b"page.md\n"
+
+
 @pytest.mark.parametrize(
     ("prose", "asks"),
     [

@@ -427,6 +427,37 @@ def test_every_wrong_site_value_is_named(tmp_path, name, value, why):
 
 
 @pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text.replace(b"\n", b"\r\n"), "was saved as on Windows; mend it: sed"),
+        (lambda text: b"\xef\xbb\xbf" + text, "was saved as on Windows; mend it: sed"),
+        (lambda text: text.replace(b"COURSE_GPU_TYPE=\n", b""), "has no COURSE_GPU_TYPE;"),
+        (lambda text: b"", "has no COURSE_GPUS_PER_NODE;"),
+    ],
+)
+def test_a_site_file_of_another_system_or_an_older_course_is_one_sentence(tmp_path, change, said):
+    site = tmp_path / "site.env"
+    site.write_bytes(change((ROOT / "slurm/site.env").read_bytes()))
+
+    def prepared():
+        return subprocess.run(
+            ["bash", "-c", ". slurm/prepare.sh"],
+            cwd=ROOT,
+            env={**os.environ, "COURSE_SITE": str(site), "SLURM_JOB_ID": "1"},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+
+    ended = prepared()
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    assert f"{site} {said}" in ended.stderr
+    if "mend it: " in ended.stderr:
+        subprocess.run(["bash", "-c", ended.stderr.partition("mend it: ")[2]], check=True, timeout=30)
+        assert site.read_bytes() == (ROOT / "slurm/site.env").read_bytes()
+
+
+@pytest.mark.parametrize(
     ("script", "advice"),
     [("train.sbatch", "start a job script with sbatch"), ("program.sbatch", "name a program")],
 )

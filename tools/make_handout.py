@@ -63,6 +63,8 @@ PACKED = """
 {}"""
 exec(compile(zlib.decompress(base64.b64decode(PACKED)), __file__, "exec"))
 '''
+# Variables with which git names a repository or a part of it.
+REPOSITORY = "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR"
 LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s]*)(?:#[^)]*)?\)"
 # With the end of the line only if it also began the line: otherwise two lines would become one.
 COURSE_ONLY = r"^<!-- course only -->.*?<!-- end -->\n?|<!-- course only -->.*?<!-- end -->"
@@ -85,8 +87,9 @@ def main():
     except ClaimError as error:
         sys.exit(f"make_handout.py: {error}")
     except subprocess.SubprocessError as error:
-        said = (error.stderr or "").strip().splitlines() or ["git ended without a word"]
-        sys.exit(f"make_handout.py: git {error.cmd[-1]}: {said[-1]}; {again}")
+        said = str(error.stderr or "").strip().splitlines() or ["it ended without a word"]
+        why = next((line for line in said if line.startswith("fatal: ")), said[-1])  # then advice
+        sys.exit(f"make_handout.py: git: {why}; {again}")
 
 
 def make(flags):
@@ -219,14 +222,20 @@ def without_links(text, file):
 def commit(folder):
     """Commit the copy in its own git repository, and write it as one file beside the folder."""
 
+    # In a hook of git, GIT_DIR names the course's own repository, and the commit would go there.
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(REPOSITORY)
+    }
+
     def git(*words):
         who = ["-c", "user.name=course", "-c", "user.email=course@localhost"]
         command = ["git", "-C", folder, *who, "-c", "commit.gpgsign=false", *words]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        options = {"capture_output": True, "text": True, "timeout": 60, "env": environment}
+        subprocess.run(command, check=True, **options)
 
     if not (folder / ".git").is_dir():
         git("init", "--quiet")
-    git("add", "--all")
+    git("add", "--all", "--force")  # also what an ignore list of this user's names
     git("commit", "--quiet", "--allow-empty", "--message", "The course, as it is handed out")
     git("bundle", "create", folder.with_suffix(".bundle"), "--all")
 

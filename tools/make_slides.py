@@ -73,11 +73,11 @@ def main():
     keep_running_unheard()
     wanted = parser.parse_args().lessons
     lessons = sorted(NOTEBOOKS.glob("*.ipynb"))
-    chosen = [path for path in lessons if not wanted or path.stem.split("_")[0] in wanted]
-    if not chosen:
-        there = " ".join(path.stem.split("_")[0] for path in lessons)
-        there = there or "none, get them back with: git checkout notebooks"
-        sys.exit(f"no lesson {' '.join(wanted)}; there are {there}")
+    there = [path.stem.split("_")[0] for path in lessons]
+    if not there or set(wanted) - set(there):
+        shown = " ".join(there) or "none, get them back with: git checkout notebooks"
+        sys.exit(f"no lesson {' '.join(sorted(set(wanted) - set(there)))}; there are {shown}")
+    chosen = [path for path, number in zip(lessons, there) if not wanted or number in wanted]
     with naming_files():
         write_slides(chosen, lessons)
     return int(bool(not_written))
