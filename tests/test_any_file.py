@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import accept
 import answers
 import benchmark
 import certificates

@@ -453,7 +453,9 @@ def test_a_site_file_of_another_system_or_an_older_course_is_one_sentence(tmp_pa
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
     assert f"{site} {said}" in ended.stderr
     if "mend it: " in ended.stderr:
-        subprocess.run(["bash", "-c", ended.stderr.partition("mend it: ")[2]], check=True, timeout=30)
+        subprocess.run(
+            ["bash", "-c", ended.stderr.partition("mend it: ")[2]], check=True, timeout=30
+        )
         assert site.read_bytes() == (ROOT / "slurm/site.env").read_bytes()
 
 
