@@ -191,7 +191,14 @@ def test_dots_that_a_begun_answer_returns_are_no_stub(capsys):
     assert said.startswith("Not yet: ") and "returned `...`" in said
 
 
-@pytest.mark.parametrize("answer", [lambda *_: ..., partial(stub, 1), cache(stub)])
+def stub_with_a_name(num_ranks, largest_bubble):
+    needed = ...
+    return needed
+
+
+@pytest.mark.parametrize(
+    "answer", [lambda *_: ..., partial(stub, 1), cache(stub), stub_with_a_name]
+)
 def test_a_stub_is_untouched_in_any_form(answer, capsys):
     assert answer_to(lesson_02.enough_microbatches, capsys, answer) == NOT_ATTEMPTED
 
