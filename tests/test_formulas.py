@@ -79,7 +79,7 @@ def warm_up(p, m, v, r):
 
 CASES = [
     ("README", r"a schedule as data; the bubble is (.*?) \|", bubble_over_total(gpipe)),
-    ("README", r"the same share of a step, (.*?)\. What", bubble_over_total(one_f_one_b)),
+    ("README", r"the same share of a step, (.*?)\. ", bubble_over_total(one_f_one_b)),
     ("README", r"rank r holds ([^|,]{1,12}) micro-batches instead of all", held),
     ("glossary", r"\| 1F1B \|.*rank r holds at most (.{1,12}?) micro-batches", held),
     ("errors", r"each rank is idle for (.*?) of the time", bubble_over_total(one_f_one_b)),
