@@ -13,14 +13,12 @@ sys.path.insert(0, str(ROOT / "source_code"))
 
 from guard.files import not_written, write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from lab.figures import new_plot, picture_of  # noqa: E402
 from lab.timeline import TimelineError, read_timeline  # noqa: E402
 
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     os.environ["MPLBACKEND"] = "agg"  # a shell may name one that is not there
     if len(sys.argv) != 2 or not os.path.isdir(sys.argv[1]):
         sys.exit("name the folder that sweep.sbatch has filled")

@@ -26,7 +26,6 @@ from types import SimpleNamespace
 from guard.files import not_written, write_whole
 from guard.inputs import InputError, read_text
 from guard.one_sentence import in_one_sentence, shortened
-from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser
 from pipeline.schedules import SCHEDULES
 
@@ -81,7 +80,6 @@ class CannotCopy(Exception):
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     parser = Parser(__doc__)
     parser.add_argument("script", metavar="SCRIPT", help="one of the training scripts")
     parser.add_argument("destination", metavar="DIR|FILE.py", help="a new folder or file")

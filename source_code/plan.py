@@ -30,7 +30,6 @@ from guard.flags import check_alone
 from guard.inputs import InputError
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_apart, check_file
-from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer, positive_number
 from planning.bound import lower_bound, memory_bound
 from planning.candidates import check_precision, plans_to_compare, search_plans
@@ -71,7 +70,6 @@ LAYOUT = (
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     if Path(*sys.argv[1:2]).name == PROGRAM:
         return plan_program(sys.argv[2:])
     arguments = parse_arguments()

@@ -15,7 +15,6 @@ from guard.files import not_written, to_json, write_output
 from guard.flags import check_alone
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_file
-from guard.printing import keep_running_unheard
 from guard.sizes import check_duration, check_memory
 from pipeline.command_line import Parser, positive_integer, positive_number
 from pipeline.job import choose_device
@@ -36,7 +35,6 @@ STAGE_KEYS = ("first_layer", "last_layer", "replicas", "seconds")
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     arguments = parse_arguments()
     try:
         profile = read_profile(arguments.profile) if arguments.profile else measure(arguments)

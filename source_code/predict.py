@@ -15,7 +15,6 @@ from guard.files import not_written, to_json, write_whole
 from guard.inputs import InputError, read_text
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_file, check_paths_apart
-from guard.printing import keep_running_unheard
 from lab.figures import draw_timelines
 from lab.simulator import Costs, cost, cost_or_nothing, costs_in, simulate
 from lab.terminal_timeline import COLUMNS, in_text
@@ -34,7 +33,6 @@ MOST_BLOCKS = 100_000  # in a picture; a block takes about a kilobyte
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     arguments = parse_arguments()
     schedule = schedule_of(arguments)
     if arguments.work and len(arguments.work) != schedule.num_microbatches:

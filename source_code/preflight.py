@@ -44,7 +44,6 @@ from guard.free_port import free_port
 from guard.launcher import ranks_set, read_ranks
 from guard.meeting import check_limits, ended_after
 from guard.one_sentence import WAIT, in_one_sentence
-from guard.printing import keep_running_unheard
 from lab.message_checks import Check, check_two_ranks, checks_of_job
 from pipeline.command_line import Parser, positive_number
 from pipeline.data import DEFAULT_SHA256, DEFAULT_TEXT, DataError, load_text
@@ -61,7 +60,6 @@ INSTALL = "install the course's versions: pip install -r requirements.txt"
 @in_one_sentence()
 @ranks_set()
 def main():
-    keep_running_unheard()
     arguments = parse_arguments()
     check_limits()
     prints = read_ranks()[0] == 0

@@ -27,7 +27,6 @@ from guard.flags import check_alone, check_read
 from guard.inputs import MEBIBYTE, InputError, open_input, parse_json
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_new_folder
-from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer
 from pipeline.data import DataError
 
@@ -40,7 +39,6 @@ FIELD = "text"
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     arguments = read_flags()
     try:
         if arguments.check:

@@ -19,7 +19,6 @@ from guard.files import not_written, to_json, write_output
 from guard.flags import check_alone
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_file, check_paths_apart
-from guard.printing import keep_running_unheard
 from lab.known_schedules import TITLES
 from lab.report import measured_costs
 from lab.simulator import Costs, cost, cost_or_nothing, costs_in
@@ -39,7 +38,6 @@ LARGEST = 4096  # actions; with more, the search is too slow to find anything
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     arguments = parse_arguments()
     question = question_of(arguments)
     answer = search(question, arguments.seconds)

@@ -478,7 +478,9 @@ def test_on_a_full_disk_the_older_handout_stays(clone, tmp_path, monkeypatch):
     monkeypatch.undo()
     (made := tmp_path / "made").mkdir()
     make_site.replace_content(handout / "course", made, keep=[".git"])
-    assert os.listdir(handout / "course") == [".git"], "what is no longer in the course goes"
+    assert os.listdir(handout / "course") == [".git"], (
+        "a page that the course no longer has is removed"
+    )
 
 
 @pytest.mark.parametrize("into", ["loop", "loop/below"])
@@ -662,12 +664,7 @@ def test_a_sweep_is_collected_when_nobody_reads_what_is_printed_and_an_element_i
     assert "| 4 |" in (tmp_path / "sweep.md").read_text()
 
 
-@pytest.mark.parametrize("tool", sorted({*TOOLS} - {"plain_loop"}))  # one that is plain
-def test_no_tool_ends_in_the_middle_when_nobody_reads_it(tool):
-    assert "keep_running_unheard()" in inspect.getsource(importlib.import_module(tool).main)
-
-
-def test_slides_of_a_lesson_that_there_is_not_are_asked_for_in_vain(tmp_path, monkeypatch):
+def test_slides_of_a_missing_lesson_are_refused_before_any_are_made(tmp_path, monkeypatch):
     monkeypatch.setattr(make_slides, "SLIDES", tmp_path / "slides")
     assert "no lesson 99;" in sentence_of(make_slides.main, monkeypatch, "02", "99")
     assert not (tmp_path / "slides").exists()

@@ -130,14 +130,6 @@ def never_sorted(x, chosen, weight, expert, exchange_counts, exchange, losses, s
     return returned * weight[:, None], losses.sum() / sequences
 
 
-def sorted_downwards(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
-    order = chosen.argsort(stable=True, descending=True)
-    sent = chosen.bincount(minlength=2).tolist()
-    received = exchange_counts(sent)
-    returned = exchange(expert(exchange(x[order], sent, received)), received, sent)
-    return returned[order.argsort()] * weight[:, None], losses.sum() / sequences
-
-
 def weights_of_the_sorted(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
     order = chosen.argsort(stable=True)
     sent = chosen.bincount(minlength=2).tolist()
@@ -324,7 +316,6 @@ def test_right_answers(mix, capsys):
         (sorted_twice, "place of token 0, there is the result of expert 0 for token 4"),
         (never_put_back, "place of token 0, there is the result of expert 0 for token 1"),
         (never_sorted, "of expert 0 for token 0, which chose expert 1"),
-        (sorted_downwards, "of expert 0 for token 0, which chose expert 1"),
         (weights_of_the_sorted, "which chose expert 1, times the weight of token 1"),
         (sent_back_reversed, "of expert 1 for token 2 of rank 1, which chose expert 1"),
         (put_back_reversed, "place of token 0, there is the result of expert 1 for token 5"),

@@ -109,11 +109,11 @@ WRONG = {
         changed("scores[rows, own] * here", "scores[rows, (own + 1) % scores.shape[1]] * here"),
         ["the score one column after each target's"],
     ),
-    "the first column belongs to nobody": (
+    "no rank has its first column": (
         changed("targets >= first", "targets > first"),
         ["without the targets in the first column of a rank"],
     ),
-    "the last column belongs to nobody": (
+    "no rank has its last column": (
         changed("first + scores.shape[1])", "first + scores.shape[1] - 1)"),
         ["without the targets in the last column of a rank"],
     ),
@@ -156,11 +156,11 @@ WRONG = {
         changed("exponentials / total[:, None]", "exponentials"),
         ["gradient is made with the exponentials themselves"],
     ),
-    "a gradient uphill": (
+    "a gradient with the wrong sign": (
         changed("gradient / len(targets)", "-gradient / len(targets)"),
         ["gradient is -1 times the right one"],
     ),
-    "targets that are no columns": (
+    "targets used as columns": (
         changed("(targets - first).where(here, 0)", "targets"),
         ["is out of bounds; token t is in column t - first"],
     ),

@@ -40,7 +40,7 @@ MACHINE = Machine(8)
 def run(flags, capsys):
     """(exit status, what is printed) of plan.py."""
     with mock.patch.object(sys, "argv", ["plan.py", *shlex.split(flags)]):
-        with mock.patch.object(plan_script, "keep_running_unheard"):
+        with mock.patch("guard.one_sentence.keep_running_unheard"):
             status = plan_script.main()
     return status, capsys.readouterr().out
 

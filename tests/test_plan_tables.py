@@ -28,7 +28,7 @@ MODEL = Model(16, 1024, batch=64)
 
 def printed(flags, capsys):
     with mock.patch.object(sys, "argv", ["plan.py", *shlex.split(flags)]):
-        with mock.patch.object(plan_script, "keep_running_unheard"):
+        with mock.patch("guard.one_sentence.keep_running_unheard"):
             plan_script.main()
     return capsys.readouterr().out
 

@@ -99,7 +99,7 @@ def test_the_page_has_every_pipeline_of_up_to_4_ranks_and_8_micro_batches():
 def call(flags, capsys):
     """(exit status, what is printed)."""
     with mock.patch.object(sys, "argv", ["search_schedule.py", *flags.split()]):
-        with mock.patch.object(search_schedule, "keep_running_unheard"):
+        with mock.patch("guard.one_sentence.keep_running_unheard"):
             try:
                 status = search_schedule.main()
             except SystemExit as end:

@@ -27,7 +27,6 @@ from course import launch  # noqa: E402
 from guard.files import not_written, to_json, write_output  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.paths import check_file  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
 
 MOST_PATIENCE = 1000  # some weeks
@@ -35,7 +34,6 @@ MOST_PATIENCE = 1000  # some weeks
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     arguments = parse_arguments()
     with naming_files():
         Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)

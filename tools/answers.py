@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from guard.files import not_written, write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -32,7 +31,6 @@ PANEL = r"^(?:explore|time_machine)\("  # a panel to play with
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     Parser(__doc__).parse_args()
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         with naming_files():

@@ -38,7 +38,6 @@ from course.views.explorer import Panel, explore
 from extensions.torch_pipelining.library import LIBRARY_SCHEDULES, ONE_STAGE, schedule_as_data
 from guard.files import write_whole
 from guard.one_sentence import in_one_sentence, naming_files
-from guard.printing import keep_running_unheard
 from lab.simulator import Costs, simulate
 from lab.variables import pretended_nodes
 from pipeline.command_line import Parser
@@ -73,7 +72,6 @@ class Row(NamedTuple):
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     parser = Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="3 runs instead of 7")
     parser.add_argument("--only", choices=TABLES, metavar="TITLE", help="one table, by its title")

@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from course.launch import run  # noqa: E402
 from guard.one_sentence import in_one_sentence  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 RUNS, EXCHANGES = 5, (5, 15)  # milliseconds
@@ -32,7 +31,6 @@ SCHEDULES = {  # flags, and how many times the work of a chunk a stage has
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     Parser(__doc__).parse_args()
     holds = True
     for exchange in EXCHANGES:

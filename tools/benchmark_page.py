@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
 from guard.one_sentence import in_one_sentence  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 TRIES = 5
@@ -42,7 +41,6 @@ MOVE = """async ([name, value]) => {
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     Parser(__doc__).parse_args()
     with TemporaryDirectory() as folder:
         site = Path(folder) / "site"

@@ -13,7 +13,6 @@ sys.path.insert(0, str(ROOT / "source_code"))
 
 from guard.files import not_written, write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from lab.known_schedules import TITLES  # noqa: E402
 from lab.simulator import Costs  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
@@ -46,7 +45,6 @@ same search with costs of your own.
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     Parser(__doc__).parse_args()
     page = TOP + "".join(map(part, range(2, MOST_RANKS + 1)))
     with naming_files(PAGE):

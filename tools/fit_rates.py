@@ -28,7 +28,6 @@ sys.path.insert(0, str(ROOT / "source_code"))
 
 from guard.files import write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 from planning.expected_error import GPUS, kind_of  # noqa: E402
 from planning.published import fit, published_runs  # noqa: E402
@@ -118,7 +117,6 @@ def fit_deepspeed(runs):
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     Parser(__doc__).parse_args()
     runs = [run for run in published_runs() if not run.apart]
     of = {gpu: [run for run in runs if GPUS[run.machine.peak] == gpu] for gpu in GPUS.values()}

@@ -19,7 +19,6 @@ from make_submission import FORM, MOST_LETTERS
 
 from guard.files import not_written, write_whole
 from guard.one_sentence import in_one_sentence, naming_files
-from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser
 
 MOST_BYTES = 5_000_000
@@ -29,7 +28,6 @@ MARKS = {"Right: ": "right", "Not yet: ": "not yet"}
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     arguments = parse_arguments()
     if not os.path.isdir(arguments.folder):
         sys.exit(

@@ -32,7 +32,6 @@ from guard.claims import ClaimError, lock_folder
 from guard.files import not_written
 from guard.inputs import read_text
 from guard.one_sentence import in_one_sentence, naming_files
-from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,7 +71,6 @@ COURSE_ONLY = r"^<!-- course only -->.*?<!-- end -->\n?|<!-- course only -->.*?<
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     flags = Parser(__doc__).parse_known_args()[1]
     # Rejects other flags than its own before anything is written.
     arguments = make_site.parse_arguments()

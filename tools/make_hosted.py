@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT / "source_code"))
 from guard.files import not_written, write_whole  # noqa: E402
 from guard.inputs import InputError, parse_json, read_text  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 FIRST_CELL = Path(__file__).with_name("first_cell.py")
@@ -44,7 +43,6 @@ FOLDED = {"cellView": "form", "jupyter": {"source_hidden": True}, "tags": [TAG]}
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     address = parse_arguments().address
     if address:
         write_citation(address)

@@ -16,7 +16,6 @@ from schedule_pictures import COMPARISONS  # noqa: E402
 
 from course.launch import run  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from lab.figures import draw_timelines  # noqa: E402
 from lab.simulator import Costs, simulate  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
@@ -29,7 +28,6 @@ MICROBATCHES = {"naive": 1}  # 8 for the others
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     Parser(__doc__).parse_args()
     with naming_files():
         for name, draw_picture in (IDEAS | ORDERS | COMPARISONS).items():

@@ -41,7 +41,6 @@ from schedule_map import draw_map  # noqa: E402
 from guard.files import new_file_beside, not_written  # noqa: E402
 from guard.inputs import InputError, read_text  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 SITE = ROOT / "build" / "site"
@@ -67,7 +66,6 @@ class Course(NamedTuple):
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     arguments = parse_arguments()
     site = Path(os.path.realpath(arguments.into))  # also of a loop of links
     try:

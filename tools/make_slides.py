@@ -37,7 +37,6 @@ from slide_page import index_of, page_of  # noqa: E402
 from guard.files import not_written, write_whole  # noqa: E402
 from guard.inputs import read_text  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
@@ -70,7 +69,6 @@ class Slide:
 def main():
     parser = Parser(__doc__)
     parser.add_argument("lessons", nargs="*", help="such as 02 12b; all unless given")
-    keep_running_unheard()
     wanted = parser.parse_args().lessons
     lessons = sorted(NOTEBOOKS.glob("*.ipynb"))
     there = [path.stem.split("_")[0] for path in lessons]

@@ -21,7 +21,6 @@ from make_hosted import is_first, notebook_in
 from guard.files import not_written, write_whole
 from guard.inputs import InputError, read_text
 from guard.one_sentence import in_one_sentence, naming_files
-from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,7 +116,6 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("--write", action="store_true", help="put them into heads and the list")
     wanted = parser.parse_args().write
-    keep_running_unheard()
     for path in LESSONS:
         with naming_files():
             minutes = minutes_of(path)

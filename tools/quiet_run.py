@@ -22,7 +22,6 @@ from exercises import notebook_of  # noqa: E402
 from guard.files import replace_file  # noqa: E402
 from guard.inputs import read_bytes  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
 
 STEP = r"^step ([\d.]+) ms \(predicted ([\d.]+) ms\)"
@@ -30,7 +29,6 @@ STEP = r"^step ([\d.]+) ms \(predicted ([\d.]+) ms\)"
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     parser = Parser(__doc__)
     parser.add_argument("notebook", metavar="NOTEBOOK")
     parser.add_argument("--tries", type=positive_integer, default=5, metavar="N")

@@ -28,7 +28,6 @@ from spoilt_code import course, extensions, guard, lab, pipeline, planning, scri
 from spoilt_code.fault import StaleFaultError  # noqa: E402
 
 from guard.one_sentence import in_one_sentence  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 FILES = pipeline, guard, lab, extensions, planning, course, scripts
@@ -44,7 +43,6 @@ seconds = itertools.count(1)
 @in_one_sentence()
 def main():
     """Plant the faults that are named, or all; print what caught each."""
-    keep_running_unheard()
     parser = Parser(__doc__)
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="faults to plant, else all")

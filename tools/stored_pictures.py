@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from guard.files import not_written, write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -33,7 +32,6 @@ DRAWN_FROM = "drawn from"  # the entry of a PNG that has the digest of its drawi
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     parser = Parser(__doc__)
     parser.add_argument("notebooks", nargs="*", type=Path, help="all unless given")
     paths = parser.parse_args().notebooks or sorted(NOTEBOOKS.rglob("*.ipynb"))

@@ -26,7 +26,6 @@ from course.progress import REACHED, RIGHT, TRIED, read_progress  # noqa: E402
 from guard.files import write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.paths import check_apart  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 WALL = ROOT / "build" / "wall"
@@ -64,7 +63,6 @@ class Count(NamedTuple):
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     arguments = parse_arguments()
     if not os.path.isdir(arguments.folder):
         sys.exit(

@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 from guard.files import not_written, write_whole  # noqa: E402
 from guard.inputs import read_json, read_text  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
-from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +25,6 @@ ANCHOR = "#on-borrowed-gpus"
 
 @in_one_sentence()
 def main():
-    keep_running_unheard()
     parser = Parser(__doc__)
     parser.add_argument("file", metavar="FILE", help="what accept.py has written")
     file = parser.parse_args().file

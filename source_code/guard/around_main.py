@@ -17,7 +17,6 @@ from guard.launcher import ranks_set, read_ranks
 from guard.one_sentence import in_one_sentence, tell_launcher
 from guard.paths import attributes_of, check_paths
 from guard.presence import guarded_meeting
-from guard.printing import keep_running_unheard
 from guard.sizes import check_duration, check_memory, check_rate
 from guard.unpickling import restrict_ranks
 from pipeline.job import joining
@@ -29,7 +28,6 @@ def guarded(main):
 
     @functools.wraps(main)
     def surrounded():
-        keep_running_unheard()
         not_written.clear()
         restrict_ranks()  # objects from other ranks run no code
         with in_one_sentence(), ranks_set(), attached(), naming_what_fails():

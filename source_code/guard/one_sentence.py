@@ -12,6 +12,7 @@ from pathlib import Path
 from guard.files import not_written
 from guard.inputs import InputError
 from guard.launcher import LauncherError, read_ranks
+from guard.printing import keep_running_unheard
 
 LONGEST_WORD = 500  # letters of a word that is printed whole; a longer one comes from a slip
 LONGEST = 3000  # letters of a sentence that is printed whole; a longer one contains a long name
@@ -20,7 +21,11 @@ WAIT = 5.0  # seconds for the launcher to end the other ranks after the first, w
 
 @contextmanager
 def in_one_sentence():
-    """A context, or a decorator of main(), in which SystemExit(sentence) prints the sentence."""
+    """A context, or a decorator of main(), in which SystemExit(sentence) prints the sentence.
+
+    The program goes on when its output cannot be written, see `keep_running_unheard`.
+    """
+    keep_running_unheard()
     try:
         check_that_it_ends()
         check_current_folder()

@@ -67,7 +67,7 @@ def complaint_of_results(report):
 
 
 def misplaced(rows, rank):
-    """What the first wrong result of a rank is, which has the place of another or another weight."""
+    """How the first wrong result of a rank was made, as the end of a sentence."""
     for place, row in enumerate(rows):
         if row is None:
             break

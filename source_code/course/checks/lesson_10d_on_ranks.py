@@ -104,9 +104,12 @@ def run_layer(job, reader, case):
 
 
 def origin_of(row, place, rank, case):
-    """What a result in the place of a token of `rank` is, or None if it is no token's: {"rank" and
-    "token": whose, "expert": whose result, "chosen": which it chose, "weight": the token of `rank`
-    whose weight it has}."""
+    """How the result `row` was made, which `rank` returns for its token number `place`.
+
+    Returns the "rank" and the "token" that went in, the "expert" that computed it, the expert that
+    this token has "chosen", and "weight", the token of `rank` whose weight it was multiplied by.
+    Returns None if no expert makes this result from any token.
+    """
     tokens, weights, experts, _ = drawn(case)
     factors = sorted(enumerate(weights[rank]), key=lambda pair: pair[0] != place)
     for k, factor in factors:  # its own place first
