@@ -394,6 +394,7 @@ def test_torchrun_begins_and_ends_with_the_sentence_and_shows_no_traceback_of_th
     assert ended.returncode != 0 and ended.stdout == ""
     first, *_, last, _ = ended.stderr.splitlines()
     assert first.startswith("--learning-rate") and last.endswith(f" : {first}")
-    assert ended.stderr.count("--learning-rate") == 2
     for line in ended.stderr.splitlines():
+        # On a loaded machine torchrun may end the other rank only after it has spoken, too.
+        assert "--learning-rate" not in line or line.endswith(first), line
         assert not (line.lstrip().startswith("File ") and "source_code" in line), line
