@@ -38,9 +38,9 @@ from extensions.real_models.saved_output import (
 )
 from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out
 from extensions.real_models.saved_settings import CONFIG_FILE, SIZE_FLAGS, settings_from
+from files.inputs import InputError, parse_json
+from files.outputs import not_written
 from guard.around_main import guarded
-from guard.files import not_written
-from guard.inputs import InputError, parse_json
 from guard.paths import check_new_folder, check_paths_apart
 from pipeline.command_line import Parser, ranks_from_environment
 from pipeline.job import join_job

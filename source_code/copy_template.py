@@ -23,8 +23,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
-from guard.files import not_written, write_whole
-from guard.inputs import InputError, read_text
+from files.inputs import InputError, read_text
+from files.outputs import not_written, write_whole
 from guard.one_sentence import in_one_sentence, shortened
 from pipeline.command_line import Parser
 from pipeline.schedules import SCHEDULES
@@ -32,10 +32,10 @@ from pipeline.schedules import SCHEDULES
 SOURCE_CODE = Path(__file__).resolve().parent
 ROOT = SOURCE_CODE.parent
 FOLDERS = ("docs", "images", "notebooks", "slurm", "source_code", "tests", "tools")
-PACKAGES = ("pipeline", "guard", "extensions", "lab")  # in this order in one file
+PACKAGES = ("pipeline", "files", "guard", "extensions", "lab")  # in this order in one file
 # What is attached to a program, in lines of its own.
 LAB = ("lab.",)
-GUARD = "guard.around_main.", "guard.one_sentence.", "guard.printing."
+GUARD = ("guard.",)
 TEXT = Path("pipeline", "field_guide.txt")
 TOKEN_FILES = Path("extensions", "pretraining", "token_files.py")
 PREPARATION = Path("prepare_data.py")  # writes the files that these read
@@ -92,6 +92,8 @@ def main():
     try:
         script = Path(f"{arguments.script.removesuffix('.py')}.py")
         check_arguments(script, destination, arguments.with_lab)
+        if arguments.bare and arguments.with_lab:
+            raise CannotCopy("the lab needs the guard; leave out --bare or --with-lab")
         script = Path(script.name)
         without = () if arguments.with_lab else LAB
         if arguments.bare or destination.suffix == ".py":

@@ -97,8 +97,7 @@ def read_flags():
     a = parser.parse_args()
     check_library(a)
     take_model(a)
-    if a.save:
-        check_new_folder("--save", a.save)
+    check_new_folder("--save", a.save)
     choose_dtype(a)
     complete_arguments(parser, a, read_corpus)
     a.config = a.saved.settings

@@ -25,9 +25,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from subprocess import SubprocessError
 
-from guard.files import not_written, to_json, write_output
+from files.inputs import InputError
+from files.outputs import not_written, to_json, write_output
 from guard.flags import check_alone
-from guard.inputs import InputError
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_apart, check_file
 from pipeline.command_line import Parser, positive_integer, positive_number

@@ -11,7 +11,7 @@ what was measured, for --profile or as the MODEL of plan.py.
 
 import sys
 
-from guard.files import not_written, to_json, write_output
+from files.outputs import not_written, to_json, write_output
 from guard.flags import check_alone
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_file

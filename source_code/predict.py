@@ -11,8 +11,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from guard.files import not_written, to_json, write_whole
-from guard.inputs import InputError, read_text
+from files.inputs import InputError, read_text
+from files.outputs import not_written, to_json, write_whole
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_file, check_paths_apart
 from lab.figures import draw_timelines

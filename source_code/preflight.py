@@ -39,7 +39,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from guard.files import not_written, sentence_of
+from files.outputs import not_written, sentence_of
 from guard.free_port import free_port
 from guard.launcher import ranks_set, read_ranks
 from guard.meeting import check_limits, ended_after

@@ -21,10 +21,10 @@ from shlex import quote
 from extensions.pretraining.token_files import MOST_TOKENS, TOKEN_PARTS, TOKENIZER, TOKENS_FILE
 from extensions.pretraining.token_writer import TokenWriter, check_folder, write_tokens_file
 from extensions.pretraining.tokens import BYTES, encode, numbers_of, read_tokenizer
-from guard.claims import ClaimError, NewFolder
-from guard.files import not_written
+from files.claims import ClaimError, NewFolder
+from files.inputs import MEBIBYTE, InputError, open_input, parse_json
+from files.outputs import not_written
 from guard.flags import check_alone, check_read
-from guard.inputs import MEBIBYTE, InputError, open_input, parse_json
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_new_folder
 from pipeline.command_line import Parser, positive_integer
@@ -336,10 +336,14 @@ def read_flags():
         raise SystemExit("--hold-out 1 would hold out every document; use at least 2")
     if arguments.out and os.path.basename(arguments.out) == "":
         arguments.out = arguments.out.rstrip("/") or "/"
-    if not arguments.dataset:
-        check_read(parser, arguments, "--characters", "--dataset")
-    if arguments.vocabulary == BYTES:
-        check_read(parser, arguments, "--sample-characters", "a --vocabulary above 256")
+    check_read(parser, arguments, "--characters", arguments.dataset, "--dataset")
+    check_read(
+        parser,
+        arguments,
+        "--sample-characters",
+        arguments.vocabulary > BYTES,
+        "a --vocabulary above 256",
+    )
     return arguments
 
 

@@ -14,14 +14,20 @@ import sys
 import threading
 import time
 
-from guard.inputs import InputError, read_bytes
+from files.inputs import InputError, read_bytes
 from guard.launcher import LauncherError, meeting_point, read_ranks
 from guard.one_sentence import in_one_sentence
 from lab import rehearsal
 
 STUCK = 5.0  # seconds without an ended operation
 GRACE = 2.0  # seconds in which the other ranks print their operations
-PACKAGES = {"pipeline", "guard", "extensions", "lab"}  # of the course, which a copy has, too
+PACKAGES = {
+    "pipeline",
+    "files",
+    "guard",
+    "extensions",
+    "lab",
+}  # of the course, which a copy has, too
 
 
 def main():

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from shlex import quote
 
-from guard.files import not_written, to_json, write_output
+from files.outputs import not_written, to_json, write_output
 from guard.flags import check_alone
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_file, check_paths_apart

@@ -33,8 +33,8 @@ import write_measurements
 
 from course import progress
 from course.launch import ROOT
-from guard.claims import lock_folder
-from guard.inputs import InputError
+from files.claims import lock_folder
+from files.inputs import InputError
 from lab.simulator import Costs, simulate
 from lab.timeline import to_chrome_trace
 from pipeline.schedules import build_schedule

@@ -22,8 +22,8 @@ from saved_models import write_model
 
 from extensions.tensor_parallel import mesh
 from extensions.torch_pipelining import library
+from files.outputs import write_whole
 from guard import one_sentence
-from guard.files import write_whole
 from pipeline import training
 from pipeline.command_line import Parser
 from pipeline.data import load_text

@@ -26,8 +26,8 @@ from extensions.real_models import saved_output
 from extensions.real_models.saved_folder import find_tensors, read_model
 from extensions.real_models.saved_settings import read_settings
 from extensions.real_models.tensor_files import stored_tensors
+from files.inputs import InputError, is_file_name, open_input, read_bytes
 from guard import around_main
-from guard.inputs import InputError, is_file_name, open_input, read_bytes
 from guard.one_sentence import in_one_sentence
 from pipeline.command_line import Parser, positive_integer
 

@@ -27,7 +27,7 @@ PRELOAD.extend(["torch.distributed.pipelining", *LATE_IMPORTS])
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"
 SCRIPTS = copy_template.training_scripts()
-OWN = ("pipeline", "guard", "extensions", "lab")
+OWN = ("pipeline", "files", "guard", "extensions", "lab")
 PARSED_ONCE = functools.cache(copy_template.Module)  # for all copies that these tests make
 SMALL = "--steps 3 --batch-size 4 --microbatches 2 --layers 4 --dim 16 --seq-len 8 --device cpu"
 NO_LOSSES = {"inference.py", "torch_pipelining_mlp.py"}  # scripts without --losses
@@ -81,13 +81,16 @@ def train(script, name, folder, more=""):
 
 
 class Without(ast.NodeTransformer):
-    """Leaves out the imports of some packages, the calls of the lab, and @guarded."""
+    """Leaves out the imports of some packages, the calls of the lab and of the guard, and @guarded."""
 
     def __init__(self, *packages):
-        self.packages = packages
+        self.packages, self.calls = packages, ("attach",)
 
     def visit_ImportFrom(self, node):
-        return None if node.module.split(".")[0] in self.packages else node
+        package = node.module.split(".")[0]
+        if package == "guard" in self.packages:
+            self.calls += tuple(alias.name for alias in node.names)
+        return None if package in self.packages else node
 
     def visit_FunctionDef(self, node):
         if "guard" in self.packages:
@@ -95,7 +98,7 @@ class Without(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Expr(self, node):
-        return None if ast.unparse(node).startswith("attach.") else node
+        return None if re.match(r"\w*", ast.unparse(node))[0] in self.calls else node
 
 
 def statements(path, *packages):
@@ -146,9 +149,7 @@ def test_a_copy_that_reads_tokens_can_make_them(more, tmp_path):
     ended = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "mine" / "tokens" / "tokens.json").is_file()
-    attached = {"around_main.py", "one_sentence.py", "printing.py", "launcher.py", "slurm.py"}
-    guard = {path.name for path in (tmp_path / "mine" / "guard").iterdir()}
-    assert guard.isdisjoint(attached) if more else guard >= attached
+    assert (tmp_path / "mine" / "guard").is_dir() == (not more)
     assert copy("gpipe.py", tmp_path / "other") == 0
     assert not (tmp_path / "other" / "prepare_data.py").exists()
 
@@ -233,11 +234,24 @@ def test_a_copy_with_one_schedule_has_no_line_of_the_others_and_the_losses_bit_f
         ("train.py NEW --schedules zb-h3", "--schedules zb-h3: use some of naive, gpipe"),
         ("train.py NEW --schedules 1f1b --with-lab", "the lab predicts every schedule"),
         ("gpipe.py NEW --schedules 1f1b", "gpipe.py has no other schedule"),
+        ("gpipe.py NEW --bare --with-lab", "the lab needs the guard"),
     ],
 )
-def test_schedules_that_cannot_be_chosen_are_rejected(words, sentence, tmp_path, capsys):
+def test_choices_that_cannot_be_made_are_rejected(words, sentence, tmp_path, capsys):
     assert copy(*words.replace("NEW", str(tmp_path / "mine")).split()) == 2
     assert sentence in capsys.readouterr().err and not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("script", first_of(SCRIPTS, 2))
+def test_a_bare_copy_has_no_line_that_needs_the_guard(script, tmp_path):
+    with mock.patch.object(copy_template, "Module", PARSED_ONCE):
+        assert copy(script, tmp_path / "mine", "--bare") == 0
+    for path in tmp_path.rglob("*.py"):
+        assert not re.search(
+            r"^ *(from|import) guard|^@(guarded|in_one)", path.read_text(), re.M
+        ), path
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", tmp_path]
+    subprocess.run(ruff, check=True, timeout=60)
 
 
 @pytest.mark.parametrize("script", first_of(SCRIPTS, 1))

@@ -133,7 +133,9 @@ def is_asynchronous(call):
 
 
 def constructors():
-    folders = [SOURCE / name for name in ("pipeline", "guard", "lab", "extensions", "planning")]
+    folders = [
+        SOURCE / name for name in ("pipeline", "files", "guard", "lab", "extensions", "planning")
+    ]
     for file in itertools.chain.from_iterable(folder.rglob("*.py") for folder in folders):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):

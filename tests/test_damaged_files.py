@@ -29,7 +29,7 @@ from extensions.pretraining.token_files import load_tokens
 from extensions.pretraining.token_writer import check_folder
 from extensions.pretraining.tokens import load_corpus
 from extensions.real_models.saved_folder import read_model
-from guard.inputs import InputError
+from files.inputs import InputError
 from guard.paths import check_input
 from lab.figures import draw_timelines
 from lab.flight_log_comparing import compare

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from guard.inputs import InputError
+from files.inputs import InputError
 from lab.simulator import simulate
 from pipeline.model import ModelConfig, cut_as
 from pipeline.schedules import SCHEDULES, build_schedule, synchronous_schedules

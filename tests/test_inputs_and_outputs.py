@@ -22,11 +22,12 @@ from whole_checkpoints import COUNTED
 
 from broken.pipelines import faults
 from extensions.checkpointing import checkpoint_folder
-from guard import ending, files, inputs
-from guard.files import write_output, write_whole
-from guard.inputs import InputError, is_count, is_number, read_bytes, read_json, read_text
+from files import inputs, outputs
+from files.inputs import InputError, is_count, is_number, read_bytes, read_json, read_text
+from files.outputs import can_be_written, write_output, write_whole
+from guard import ending
 from guard.one_sentence import naming_files
-from guard.paths import LONGEST_FILE_NAME, can_be_written, check_file
+from guard.paths import LONGEST_FILE_NAME, check_file
 from guard.printing import Output
 from lab.simulator import Costs, simulate
 from lab.timeline import to_chrome_trace
@@ -124,7 +125,7 @@ def calls_in(file):
 
 
 def test_packages_open_inputs_in_one_place():
-    for package in ("guard", "lab", "extensions", "planning"):
+    for package in ("files", "guard", "lab", "extensions", "planning"):
         for file in (SOURCE / package).rglob("*.py"):
             for name, call in calls_in(file):
                 reads = name in ("read_text", "read_bytes") and isinstance(call.func, ast.Attribute)
@@ -132,7 +133,7 @@ def test_packages_open_inputs_in_one_place():
 
 
 def test_every_text_is_written_and_read_in_a_named_encoding():
-    packages = ("pipeline", "guard", "lab", "extensions", "planning", "course")
+    packages = ("pipeline", "files", "guard", "lab", "extensions", "planning", "course")
     for folder in [*(SOURCE / package for package in packages), ROOT / "tools"]:
         for file in folder.rglob("*.py"):
             for name, call in calls_in(file):
@@ -148,7 +149,7 @@ def test_every_text_is_written_and_read_in_a_named_encoding():
 
 def test_no_reader_catches_whatever_comes():
     """A handler for all exceptions raises again what is not the library's own bare Exception."""
-    for package in ("pipeline", "guard", "lab", "extensions", "planning"):
+    for package in ("pipeline", "files", "guard", "lab", "extensions", "planning"):
         for file in (SOURCE / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ExceptHandler):
@@ -223,17 +224,17 @@ def test_an_empty_text_without_a_flag_or_a_name_is_named_all_the_same():
 
 def test_a_file_that_cannot_be_written_is_named_and_not_its_unfinished_copy(tmp_path):
     with pytest.raises(FileNotFoundError) as raised:
-        files.replace_file(tmp_path / "b", lambda partial: partial.unlink())
+        outputs.replace_file(tmp_path / "b", lambda partial: partial.unlink())
     assert str(raised.value.filename) == str(tmp_path / "b")
     with pytest.raises(FileNotFoundError) as raised:
-        files.replace_file(tmp_path / "gone" / "b", lambda partial: None)
+        outputs.replace_file(tmp_path / "gone" / "b", lambda partial: None)
     assert raised.value.filename == str(tmp_path / "gone" / "b")
 
     def full(partial):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write says it: without a name
 
     with pytest.raises(OSError) as raised:
-        files.replace_file(tmp_path / "b", full)
+        outputs.replace_file(tmp_path / "b", full)
     assert raised.value.filename == str(tmp_path / "b")
 
 
@@ -350,7 +351,7 @@ def full_disk():
 def write_on_full_disk(rank, path):
     full_disk()
     write_output("--timeline", path, "x" * 5000)
-    return files.not_written
+    return outputs.not_written
 
 
 @pytest.mark.processes

@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import run_on_ranks
 
-from guard.inputs import InputError
+from files.inputs import InputError
 from pipeline.model import ModelConfig, build_part
 from planning import machine_timing, performed_runs
 from planning.forecast import forecast, stage_costs

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from guard.inputs import InputError
+from files.inputs import InputError
 from planning.families import FAMILIES
 from planning.known_models import NAMED, from_config
 

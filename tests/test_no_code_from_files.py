@@ -16,8 +16,8 @@ from whole_checkpoints import COUNTED, read_whole
 
 from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, find_checkpoint
+from files.unpickling import UNPICKLING_ERRORS, unpickle
 from guard.around_main import guarded
-from guard.unpickling import UNPICKLING_ERRORS, unpickle
 from pipeline.job import join_job
 
 
@@ -159,7 +159,7 @@ def test_a_path_comes_back_as_each_python_writes_it(module):
         b"cbuiltins\neval\n(S'1'\ntR.",
         b"cbuiltins\nexit\n)R.",
         b"ctorch\nload\n.",
-        b"cguard.unpickling\nallowed\n.",
+        b"cfiles.unpickling\nallowed\n.",
         b"]r\xff\xff\xff\xff.",  # a table of four billion entries
         b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f",  # so many bytes of text
         b"",

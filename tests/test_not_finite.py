@@ -20,7 +20,7 @@ from extensions.checkpointing import checkpoint_folder
 from extensions.optimization.clipping import norm_of
 from extensions.optimization.finite import find_not_finite
 from extensions.tensor_parallel import sharded_training
-from guard.files import json_line
+from files.outputs import json_line
 from guard.sizes import check_rate
 from pipeline.job import join_job
 from pipeline.one_process import LEARNING_RATES, build_optimizer

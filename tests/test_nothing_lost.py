@@ -19,9 +19,9 @@ from saved_models import save_library_model
 from course.failed_run import RunFailed
 from course.launch import ROOT
 from extensions.pretraining.token_writer import check_folder
-from guard import files
-from guard.claims import LOCK, ClaimError, NewFolder, lock_folder
-from guard.inputs import InputError
+from files import outputs
+from files.claims import LOCK, ClaimError, NewFolder, lock_folder
+from files.inputs import InputError
 from pipeline.data import DEFAULT_TEXT
 
 PREPARE = [sys.executable, ROOT / "source_code" / "prepare_data.py", "--data", DEFAULT_TEXT]
@@ -221,7 +221,7 @@ def test_the_old_table_stays_when_the_new_one_cannot_be_written(tmp_path, monkey
     def full(handle):
         raise OSError(28, "No space left on device", str(tmp_path))
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(outputs.os, "fsync", full)
     monkeypatch.setattr(sys, "argv", ["grade_submissions.py", str(tmp_path)])
     with pytest.raises(SystemExit):
         grade_submissions.main()

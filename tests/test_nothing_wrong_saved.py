@@ -34,9 +34,9 @@ from extensions.pretraining.token_files import load_tokens
 from extensions.real_models.saved_folder import read_model
 from extensions.real_models.saved_settings import read_settings
 from extensions.real_models.tensor_files import stored_tensors, write_tensors
+from files.inputs import InputError
+from files.outputs import write_whole
 from guard import meeting
-from guard.files import write_whole
-from guard.inputs import InputError
 from guard.launcher import LauncherError
 from lab.flight_log import FlightLog
 from lab.flight_log_reader import RUN_FILE
@@ -288,16 +288,9 @@ def test_a_folder_without_checkpoints_has_none(tmp_path):
     assert checkpoint_folder.find_checkpoint(tmp_path) is None
 
 
-def test_a_log_is_written_by_one_run_at_a_time(tmp_path, monkeypatch):
-    class Ended(Exception):
-        pass
-
-    def end(sentence):
-        raise Ended(sentence)
-
-    monkeypatch.setattr(metrics, "end_process", end)
+def test_a_log_is_written_by_one_run_at_a_time(tmp_path):
     first = metrics.open_for_one(tmp_path / "log")
-    with pytest.raises(Ended, match="--metrics .*log: another run is writing it"):
+    with pytest.raises(InputError, match="--metrics .*log: another run is writing it"):
         metrics.open_for_one(tmp_path / "log")
     first.close()
     metrics.open_for_one(tmp_path / "log").close()

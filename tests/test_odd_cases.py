@@ -25,7 +25,8 @@ import wall
 from further import first_of, further
 from saved_models import write_model
 
-from guard import inputs, one_sentence
+from files import inputs
+from guard import one_sentence
 from lab.simulator import Costs, simulate
 from lab.timeline import Timeline, to_chrome_trace
 from pipeline.schedules import build_schedule

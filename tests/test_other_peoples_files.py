@@ -6,7 +6,7 @@ import pytest
 
 from extensions.real_models.saved_folder import find_tensors
 from extensions.real_models.saved_settings import read_settings
-from guard.inputs import InputError
+from files.inputs import InputError
 from pipeline.schedules import build_schedule
 from pipeline.schedules.text_form import from_csv, to_csv
 from planning.partition import PartitionError, read_profile

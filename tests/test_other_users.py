@@ -15,9 +15,8 @@ from cluster import LOCAL_CLUSTER, ROOT
 from course import progress
 from extensions.pretraining import metrics
 from extensions.pretraining.metrics import open_in_place
+from files.outputs import can_be_written, replace_file, write_whole
 from guard import watch
-from guard.files import replace_file, write_whole
-from guard.paths import can_be_written
 from lab.flight_log import FlightLog
 from pipeline.schedules import build_schedule
 

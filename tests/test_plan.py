@@ -16,7 +16,7 @@ from saved_models import write_model
 
 from extensions.pretraining.weight_count import count_weights
 from extensions.real_models.saved_settings import read_settings
-from guard.inputs import InputError
+from files.inputs import InputError
 from pipeline.model import ModelConfig, cut_evenly
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import one_f_one_b

@@ -36,8 +36,8 @@ from extensions.real_models.saved_part import (
 from extensions.real_models.saved_settings import LEFT_OUT, read_settings
 from extensions.real_models.tensor_files import StoredTensor, stored_tensors, write_tensors
 from extensions.torch_pipelining.hugging_face import LATE_IMPORTS
+from files.inputs import InputError
 from guard.around_main import attached
-from guard.inputs import InputError
 from pipeline.model import ModelConfig, build_part
 from pipeline.worker import Worker
 

@@ -53,13 +53,14 @@ def text_of(path):
 ALLOWED = {
     "small": set(),
     "pipeline": set(),
-    "guard": {"pipeline"},
-    "lab": {"pipeline", "guard"},
-    "planning": {"pipeline", "guard", "lab", "extensions"},
-    "extensions": {"pipeline", "guard"},
-    "broken": {"pipeline", "guard", "lab", "extensions"},
-    "course": {"small", "pipeline", "guard", "lab", "extensions", "planning"},
-    architecture.SCRIPTS: {"pipeline", "guard", "lab", "extensions", "broken", "planning"},
+    "files": set(),
+    "guard": {"pipeline", "files"},
+    "lab": {"pipeline", "files", "guard"},
+    "planning": {"pipeline", "files", "guard", "lab", "extensions"},
+    "extensions": {"pipeline", "files"},
+    "broken": {"pipeline", "files", "guard", "lab", "extensions"},
+    "course": {"small", "pipeline", "files", "guard", "lab", "extensions", "planning"},
+    architecture.SCRIPTS: {"pipeline", "files", "guard", "lab", "extensions", "broken", "planning"},
 }
 
 

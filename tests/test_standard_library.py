@@ -35,7 +35,7 @@ sys.path.insert(0, sys.argv[1])
 for name in sys.argv[2:]:
     importlib.import_module(name)
 own = {name.partition(".")[0] for name in sys.modules}
-ours = {"__main__", "course", "extensions", "guard", "lab", "pipeline", "planning"}
+ours = {"__main__", "course", "extensions", "files", "guard", "lab", "pipeline", "planning"}
 print(sorted(own - sys.stdlib_module_names - ours))
 """
 

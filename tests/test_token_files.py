@@ -22,7 +22,7 @@ from extensions.pretraining.token_files import (
     load_tokens,
 )
 from extensions.pretraining.token_writer import check_folder
-from guard.inputs import InputError
+from files.inputs import InputError
 from pipeline.data import DEFAULT_TEXT, DataError
 
 PRELOAD.extend(["torch._dynamo", "torch.distributed.checkpoint", "tokenizers"])

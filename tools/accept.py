@@ -24,7 +24,7 @@ from accept_runs import Machine, OutOfTime, Part, find_nodes  # noqa: E402
 from this_machine import describe  # noqa: E402
 
 from course import launch  # noqa: E402
-from guard.files import not_written, to_json, write_output  # noqa: E402
+from files.outputs import not_written, to_json, write_output  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.paths import check_file  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402

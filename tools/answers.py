@@ -17,7 +17,7 @@ from exercises import notebook_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
-from guard.files import not_written, write_whole  # noqa: E402
+from files.outputs import not_written, write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 

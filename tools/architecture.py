@@ -4,7 +4,17 @@ import ast
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "source_code"
-PACKAGES = ("small", "pipeline", "guard", "lab", "extensions", "planning", "course", "broken")
+PACKAGES = (
+    "small",
+    "pipeline",
+    "files",
+    "guard",
+    "lab",
+    "extensions",
+    "planning",
+    "course",
+    "broken",
+)
 BY_TOPIC = ("extensions", "course")  # packages whose folders and files are topics
 SCRIPTS = "the scripts"
 

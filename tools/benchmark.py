@@ -36,7 +36,7 @@ from course import launch
 from course.checks import build_steps
 from course.views.explorer import Panel, explore
 from extensions.torch_pipelining.library import LIBRARY_SCHEDULES, ONE_STAGE, schedule_as_data
-from guard.files import write_whole
+from files.outputs import write_whole
 from guard.one_sentence import in_one_sentence, naming_files
 from lab.simulator import Costs, simulate
 from lab.variables import pretended_nodes

@@ -12,7 +12,7 @@ sys.modules.setdefault("rfc3987_syntax", None)
 
 import nbformat  # noqa: E402
 
-from guard.inputs import MEBIBYTE, InputError, read_text  # noqa: E402
+from files.inputs import MEBIBYTE, InputError, read_text  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
 MOST_BYTES = 64 * MEBIBYTE  # of a notebook; the course's largest has one

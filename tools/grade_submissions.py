@@ -17,7 +17,7 @@ from pathlib import Path
 from exercises import read_notebooks
 from make_submission import FORM, MOST_LETTERS
 
-from guard.files import not_written, write_whole
+from files.outputs import not_written, write_whole
 from guard.one_sentence import in_one_sentence, naming_files
 from pipeline.command_line import Parser
 

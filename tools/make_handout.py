@@ -28,9 +28,9 @@ import nbformat
 from answers import answers_of
 from exercises import notebook_of
 
-from guard.claims import ClaimError, lock_folder
-from guard.files import not_written
-from guard.inputs import read_text
+from files.claims import ClaimError, lock_folder
+from files.inputs import read_text
+from files.outputs import not_written
 from guard.one_sentence import in_one_sentence, naming_files
 from pipeline.command_line import Parser
 

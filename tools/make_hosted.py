@@ -18,8 +18,8 @@ from exercises import is_cell
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
-from guard.files import not_written, write_whole  # noqa: E402
-from guard.inputs import InputError, parse_json, read_text  # noqa: E402
+from files.inputs import InputError, parse_json, read_text  # noqa: E402
+from files.outputs import not_written, write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 

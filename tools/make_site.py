@@ -38,8 +38,8 @@ sys.path.insert(0, str(ROOT / "source_code"))
 
 from schedule_map import draw_map  # noqa: E402
 
-from guard.files import new_file_beside, not_written  # noqa: E402
-from guard.inputs import InputError, read_text  # noqa: E402
+from files.inputs import InputError, read_text  # noqa: E402
+from files.outputs import new_file_beside, not_written  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 

@@ -34,8 +34,8 @@ from slide_layout import (  # noqa: E402
 )
 from slide_page import index_of, page_of  # noqa: E402
 
-from guard.files import not_written, write_whole  # noqa: E402
-from guard.inputs import read_text  # noqa: E402
+from files.inputs import read_text  # noqa: E402
+from files.outputs import not_written, write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 

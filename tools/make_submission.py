@@ -29,10 +29,13 @@ from exercises import NOTEBOOKS, exercises_of, lesson_of, notebook_of, read_note
 
 from course.building.endless_loops import endless_loops_ended  # noqa: E402
 from course.progress import FOLDER_VARIABLE, OFF, name_of_person  # noqa: E402
-from guard.files import not_written, write_whole  # noqa: E402
-from guard.inputs import InputError  # noqa: E402
+from files.inputs import InputError  # noqa: E402
+from files.outputs import (  # noqa: E402
+    can_be_written,  # noqa: E402
+    not_written,
+    write_whole,
+)
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
-from guard.paths import can_be_written  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 FORM = "submission of the course on pipeline parallelism, 1"

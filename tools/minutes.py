@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from make_hosted import is_first, notebook_in
 
-from guard.files import not_written, write_whole
-from guard.inputs import InputError, read_text
+from files.inputs import InputError, read_text
+from files.outputs import not_written, write_whole
 from guard.one_sentence import in_one_sentence, naming_files
 from pipeline.command_line import Parser
 

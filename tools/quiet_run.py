@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT / "source_code"))
 
 from exercises import notebook_of  # noqa: E402
 
-from guard.files import replace_file  # noqa: E402
-from guard.inputs import read_bytes  # noqa: E402
+from files.inputs import read_bytes  # noqa: E402
+from files.outputs import replace_file  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
 

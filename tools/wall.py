@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "source_code"))
 from exercises import all_exercises  # noqa: E402
 
 from course.progress import REACHED, RIGHT, TRIED, read_progress  # noqa: E402
-from guard.files import write_whole  # noqa: E402
+from files.outputs import write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.paths import check_apart  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402

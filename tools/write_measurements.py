@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
-from guard.files import not_written, write_whole  # noqa: E402
-from guard.inputs import read_json, read_text  # noqa: E402
+from files.inputs import read_json, read_text  # noqa: E402
+from files.outputs import not_written, write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 

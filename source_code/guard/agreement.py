@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from guard.inputs import InputError, open_input
+from files.inputs import InputError, open_input
 
-PACKAGES = ("pipeline", "guard", "lab", "extensions", "planning", "broken")
+PACKAGES = ("pipeline", "files", "guard", "lab", "extensions", "planning", "broken")
 MOST_FILES = 1000  # compared of a folder
 SAMPLES, SAMPLE = 64, 4096  # pieces read of a file, and bytes per piece
 

@@ -9,16 +9,16 @@ import argparse
 import functools
 from contextlib import contextmanager
 
+from files.inputs import InputError
+from files.outputs import not_written, write_whole
+from files.unpickling import restrict_ranks
 from guard.agreement import settings_of
 from guard.ending import end_process, lack_of_kernels, lack_of_memory, told
-from guard.files import not_written, write_whole
-from guard.inputs import InputError
 from guard.launcher import ranks_set, read_ranks
 from guard.one_sentence import in_one_sentence, tell_launcher
 from guard.paths import attributes_of, check_paths
 from guard.presence import guarded_meeting
 from guard.sizes import check_duration, check_memory, check_rate
-from guard.unpickling import restrict_ranks
 from pipeline.job import joining
 from pipeline.training import checks, writing
 

@@ -12,8 +12,8 @@ def check_alone(parser, arguments, flag, others=None):
             raise SystemExit(f"--{flag} ignores {name}; leave one of them out")
 
 
-def check_read(parser, arguments, flag, needs):
-    """Reject a flag that the program does not read without what it `needs`."""
+def check_read(parser, arguments, flag, is_read, needs):
+    """Reject a flag that the program does not read, because it lacks what the flag `needs`."""
     name = flag.removeprefix("--").replace("-", "_")
-    if getattr(arguments, name) != parser.get_default(name):
+    if not is_read and getattr(arguments, name) != parser.get_default(name):
         raise SystemExit(f"{flag} has no effect without {needs}; add that, or leave {flag} out")

@@ -9,8 +9,8 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from guard.files import not_written
-from guard.inputs import InputError
+from files.inputs import InputError
+from files.outputs import not_written
 from guard.launcher import LauncherError, read_ranks
 from guard.printing import keep_running_unheard
 

@@ -5,9 +5,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from guard.claims import content_of
-from guard.files import new_file_beside, place_of
-from guard.inputs import memory_of_machine
+from files.claims import content_of
+from files.inputs import memory_of_machine
+from files.outputs import can_be_written
 
 LONGEST_FILE_NAME = 245  # bytes: a disk takes 255, and the name of an unfinished copy has 10 more
 
@@ -87,7 +87,9 @@ def check_input(flag, path):
 
 
 def check_new_folder(flag, folder):
-    """Reject a folder that is not empty, or that cannot be created."""
+    """Reject a folder that is not empty, or that cannot be created; None is none to check."""
+    if folder is None:
+        return
     whole = os.path.abspath(folder)
     parent = os.path.dirname(whole)
     if not os.path.isdir(parent):
@@ -123,21 +125,3 @@ def is_printed_into(path):
         found = os.stat(path)
         return any(os.path.samestat(found, os.fstat(number)) for number in (1, 2))
     return False
-
-
-def can_be_written(path):
-    """Return whether a file can be created or replaced at `path`, links resolved."""
-    try:
-        real = place_of(path)
-    except OSError:
-        return False
-    if not os.path.basename(path):
-        return False
-    if os.path.exists(real) and not (os.path.isfile(real) and os.access(real, os.W_OK)):
-        return False
-    # Permissions are not enough to decide (root, read-only mounts, /proc), so try it.
-    try:
-        os.remove(new_file_beside(real))
-    except OSError:
-        return False
-    return True

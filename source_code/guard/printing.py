@@ -10,7 +10,7 @@ import os
 import sys
 from contextlib import contextmanager
 
-from guard.files import say_not_written
+from files.outputs import say_not_written
 
 
 class Output(io.TextIOWrapper):

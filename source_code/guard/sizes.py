@@ -3,7 +3,7 @@
 
 import torch
 
-from guard.inputs import memory_of_machine
+from files.inputs import memory_of_machine
 
 OBJECTS_OF_A_LAYER, OBJECTS_OF_A_ROW = 50_000, 500  # bytes, measured
 LEAST_PER_LAYER = 2e-4  # seconds of a forward and a backward of the narrowest layer

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from files.outputs import replace_file
 from guard.ending import end_process, is_loss, text_of_loss
-from guard.files import replace_file
 from guard.meeting import launcher_keeps_the_store
 from guard.siblings import end_siblings
 

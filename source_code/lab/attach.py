@@ -8,8 +8,8 @@ import faulthandler
 import signal
 import sys
 
+from files.outputs import write_output
 from guard.ending import end_process
-from guard.files import write_output
 from lab import checks, rehearsal
 from lab.activation_memory import ActivationMemory
 from lab.clock import Clock, shared_origin

@@ -4,7 +4,7 @@
 import os
 from dataclasses import replace
 
-from guard.paths import can_be_written
+from files.outputs import can_be_written
 from lab.simulator import Costs
 
 

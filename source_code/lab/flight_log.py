@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from guard.files import json_line, say_not_written, write_whole
+from files.outputs import json_line, say_not_written, write_whole
 from lab.flight_log_reader import RANK_FILE, RUN_FILE
 from pipeline.message import Message
 from pipeline.schedules.text_form import to_csv

@@ -6,7 +6,7 @@ flight_log.py writes the lines, and flight_log_reader.py puts them together.
 
 import re
 
-from guard.inputs import is_count, is_number
+from files.inputs import is_count, is_number
 
 LONGEST_TIME = 1e12  # milliseconds: thirty years
 MOST_RANKS = 16_384  # and most stages of a program without a schedule

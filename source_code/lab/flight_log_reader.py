@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from guard.inputs import (
+from files.inputs import (
     MEBIBYTE,
     InputError,
     is_count,

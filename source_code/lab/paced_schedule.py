@@ -10,8 +10,8 @@ timeline of eight devices. TIMES.json has the schedule as CSV text and milliseco
 
 import sys
 
+from files.inputs import MEBIBYTE, InputError, is_number, read_json
 from guard.around_main import guarded
-from guard.inputs import MEBIBYTE, InputError, is_number, read_json
 from lab import attach
 from lab.simulator import Costs
 from pipeline.command_line import ranks_from_environment

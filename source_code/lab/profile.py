@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from guard.files import say_not_written, to_json
+from files.outputs import say_not_written, to_json
 from pipeline.collectives import gather
 
 MICROSECONDS = 1000  # in a millisecond, which is what the lab's clock counts in

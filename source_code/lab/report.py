@@ -8,8 +8,8 @@ from textwrap import wrap
 import torch
 import torch.distributed as dist
 
-from guard.files import write_output
-from guard.unpickling import allow
+from files.outputs import write_output
+from files.unpickling import allow
 from lab.simulator import Costs, simulate
 from lab.timeline import Event, Timeline, to_chrome_trace
 from pipeline.collectives import gather

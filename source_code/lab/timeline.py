@@ -15,8 +15,8 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
-from guard.files import to_json
-from guard.inputs import MEBIBYTE, InputError, is_count, is_number, parse_json, read_text
+from files.inputs import MEBIBYTE, InputError, is_count, is_number, parse_json, read_text
+from files.outputs import to_json
 from pipeline.schedule import KINDS, Action, needs_of
 
 RECOMPUTED = "recomputed forward"  # name of a part of a backward, in traces and pictures

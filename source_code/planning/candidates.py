@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import islice, product
 from typing import NamedTuple
 
-from guard.inputs import InputError
+from files.inputs import InputError
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES
 from planning.bound import lower_bound, memory_bound, work_bound

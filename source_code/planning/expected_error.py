@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from guard.inputs import read_json
+from files.inputs import read_json
 
 OUTSIDE = 0.1  # fraction of the errors, by weight, outside the interval
 NARROWEST = (-0.12, 0.12)  # most kinds of plans on a type of GPU have at most five publications

@@ -7,7 +7,7 @@ those of transformers 5. A test compares the number of weights of every family w
 
 from dataclasses import dataclass, replace
 
-from guard.inputs import InputError
+from files.inputs import InputError
 
 Setting = bool | tuple[str, bool]  # a fact of the family, or a key of the file and its default
 

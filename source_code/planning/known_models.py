@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from guard.inputs import InputError, is_count, read_json
+from files.inputs import InputError, is_count, read_json
 from planning.families import SIZE_KEYS, read_family, weights_outside_matrices
 from planning.partition import LARGEST_FILE
 from planning.profiled import check_layers, profiled_model

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from guard.inputs import MEBIBYTE, InputError, is_number, read_json
+from files.inputs import MEBIBYTE, InputError, is_number, read_json
 from planning.time_coefficients import TimeCoefficients, coefficients_from
 
 MACHINES = Path(__file__).parent / "machines"

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from extensions.optimization.clipping import clip_gradients
+from files.outputs import write_whole
 from guard.around_main import guarded
-from guard.files import write_whole
 from pipeline.collectives import Summing, gather, open_groups, share
 from pipeline.job import join_job
 from pipeline.message import Message

@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from guard.inputs import MEBIBYTE, InputError, is_number, read_json
+from files.inputs import MEBIBYTE, InputError, is_number, read_json
 from pipeline.model import ModelConfig, build_part, token_loss
 
 FIELDS = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")

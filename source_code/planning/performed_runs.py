@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import psutil
 
-from guard.inputs import parse_json, read_json, read_text
+from files.inputs import parse_json, read_json, read_text
 from planning.confirming import launch
 from planning.forecast import forecast
 from planning.known_models import of_the_course

@@ -7,7 +7,7 @@ from shlex import quote
 
 from extensions.real_models.saved_folder import find_tensors
 from extensions.real_models.saved_settings import read_settings
-from guard.inputs import InputError
+from files.inputs import InputError
 from pipeline.data import DEFAULT_TEXT
 from pipeline.schedules import SCHEDULES
 from planning.candidates import all_plans, divisors, search_plans

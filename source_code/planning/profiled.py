@@ -15,7 +15,7 @@ of its time.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from guard.inputs import InputError, is_count
+from files.inputs import InputError, is_count
 from planning.partition import PartitionError, Profile, plan_stages, profile_from
 from planning.transformer import Model
 

@@ -7,7 +7,7 @@ plan.py compares many plans. This module forecasts exactly one, and starts no ra
 from dataclasses import replace
 
 from extensions.pretraining.weight_count import count_weights
-from guard.inputs import InputError
+from files.inputs import InputError
 from lab.held_bytes import memory_table
 from pipeline.training import cut_layers
 from planning.counted_memory import predict_memory

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from guard.inputs import read_json
+from files.inputs import read_json
 from planning.forecast import forecast
 from planning.machine import Machine, read_machine
 from planning.training_plan import Plan

@@ -11,7 +11,7 @@ constant and a coefficient per byte or per weight.
 
 from dataclasses import dataclass
 
-from guard.inputs import InputError, is_number
+from files.inputs import InputError, is_number
 from planning.transformer import logit_bytes, passing_bytes
 
 KINDS = ("F", "B", "I", "W")  # forward, whole backward, its halves for input and weights

@@ -59,7 +59,7 @@ FAULTS = [
     ),
     Fault(
         "pickle-of-any-builtin",
-        "guard/unpickling.py::Unpickler.find_class",
+        "files/unpickling.py::Unpickler.find_class",
         "if isinstance(own, type) and issubclass(own, Exception):",
         "if own is not None:",
         "A file or another rank may name eval, and it is called.",

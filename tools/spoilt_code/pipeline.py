@@ -239,7 +239,7 @@ FAULTS = [
     ),
     Fault(
         "file-written-in-place",
-        "guard/files.py::replace_file",
+        "files/outputs.py::replace_file",
         "        write(partial)\n",
         "        write(path)\n        write(partial)\n",
         "A crash or a full disk leaves half of a file in place of the old one.",
@@ -248,7 +248,7 @@ FAULTS = [
     ),
     Fault(
         "true-is-a-number",
-        "guard/inputs.py::is_number",
+        "files/inputs.py::is_number",
         "type(value) in (int, float)",
         "isinstance(value, (int, float))",
         "A file with `true` in place of a number is accepted.",

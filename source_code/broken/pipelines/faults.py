@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import torch
 
+from files.inputs import InputError, read_text
 from guard.ending import end_process
-from guard.inputs import InputError, read_text
 
 PIECES = {  # the function in which each case has its fault
     1: "next_to_send",

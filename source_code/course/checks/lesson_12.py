@@ -5,7 +5,7 @@ from course.checks.answer import NOT_ATTEMPTED, NotAttempted, WrongAnswer
 from course.checks.puzzle_answers import puzzle, schedule_of
 from course.checks.puzzles import PUZZLES
 from course.launch import ROOT, run
-from guard.files import write_whole
+from files.outputs import write_whole
 from lab.figures import draw_timelines
 from lab.simulator import simulate
 from lab.variables import DELAY_VARIABLE, PRETENDED_VARIABLE, pretended_nodes

@@ -37,8 +37,8 @@ from extensions.checkpointing.checkpoint_reader import (
     reason_of,
     reject_other_weights,
 )
-from guard.claims import is_in_place
-from guard.files import sentence_of
+from files.claims import is_in_place
+from files.outputs import sentence_of
 
 
 @dataclass

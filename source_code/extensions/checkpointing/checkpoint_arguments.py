@@ -17,7 +17,7 @@ from extensions.checkpointing.checkpoint_folder import (
     write_line,
 )
 from extensions.checkpointing.stop_request import status_when_stopped
-from guard.paths import can_be_written
+from files.outputs import can_be_written
 from pipeline.command_line import positive_integer
 
 # What a continued run must share with the run that it continues. The number of ranks and stages,

@@ -31,9 +31,9 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from guard.claims import ClaimError, lock_folder
-from guard.files import replace_file, to_json
-from guard.inputs import MEBIBYTE, InputError, is_count, open_input, read_json, read_text
+from files.claims import ClaimError, lock_folder
+from files.inputs import MEBIBYTE, InputError, is_count, open_input, read_json, read_text
+from files.outputs import replace_file, to_json
 
 DESCRIPTION = "checkpoint.json"
 PLAIN = "configuration", "rate", "progress"  # what a training's state has beside tensors

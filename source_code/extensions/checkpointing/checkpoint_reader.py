@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import _get_layout
 
 from extensions.checkpointing.checkpoint_folder import CheckpointError
-from guard.inputs import MEBIBYTE, InputError, is_count, is_shape, read_bytes
-from guard.unpickling import allow, unpickle
+from files.inputs import MEBIBYTE, InputError, is_count, is_shape, read_bytes
+from files.unpickling import allow, unpickle
 
 METADATA = ".metadata"
 LARGEST_METADATA = 256 * MEBIBYTE

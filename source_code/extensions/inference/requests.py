@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from guard.ending import end_process
+from files.inputs import InputError
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def choose_token(scores, seed, request, position, temperature):
     """
     scores = scores.double().cpu()
     if not scores.isfinite().all():
-        end_process(
+        raise InputError(
             f"request {request}: the model's scores are not numbers; its weights are damaged"
         )
     if temperature == 0:

@@ -12,8 +12,8 @@ import statistics
 import time
 
 from extensions.pretraining.throughput import flops_per_token, peak_flops
-from guard.ending import end_process
-from guard.files import json_line, place_of, say_not_written
+from files.inputs import InputError
+from files.outputs import json_line, place_of, say_not_written
 
 
 def open_for_one(path):
@@ -27,7 +27,9 @@ def open_for_one(path):
 
         fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        end_process(f"--metrics {path}: another run is writing it; name another file")
+        raise InputError(
+            f"--metrics {path}: another run is writing it; name another file"
+        ) from None
     except (ImportError, OSError):  # a system or a file system without locks
         pass
     return claim

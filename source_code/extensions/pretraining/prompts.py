@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from extensions.pretraining.padding import PADDING
 from extensions.pretraining.tokens import Corpus, encode, numbers_of, read_tokenizer
-from guard.inputs import MEBIBYTE, InputError, open_input, parse_json, read_text
+from files.inputs import MEBIBYTE, InputError, open_input, parse_json, read_text
 from pipeline.data import DataError
 
 PARTS = "prompt", "completion"

@@ -21,8 +21,7 @@ import torch
 
 from extensions.pretraining.packing import PackedDocuments
 from extensions.pretraining.tokens import Corpus, read_tokenizer
-from guard.files import to_json
-from guard.inputs import (
+from files.inputs import (
     MEBIBYTE,
     InputError,
     is_count,
@@ -30,6 +29,7 @@ from guard.inputs import (
     open_input,
     read_json,
 )
+from files.outputs import to_json
 from pipeline.data import DataError
 
 TOKENS_FILE, TOKENIZER = "tokens.json", "tokenizer.json"

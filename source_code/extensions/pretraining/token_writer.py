@@ -17,8 +17,8 @@ from extensions.pretraining.token_files import (
     place_of_tokens,
     read_tokens_file,
 )
-from guard.files import to_json, write_whole
-from guard.inputs import MEBIBYTE, InputError, open_input
+from files.inputs import MEBIBYTE, InputError, open_input
+from files.outputs import to_json, write_whole
 
 
 def check_folder(folder):

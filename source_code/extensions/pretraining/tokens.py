@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from extensions.pretraining.padding import PADDING
-from guard.inputs import MEBIBYTE, InputError, read_text
+from files.inputs import MEBIBYTE, InputError, read_text
 from pipeline.data import DataError, Text
 
 BYTES = 256  # a vocabulary of this size needs no tokenizer

@@ -15,7 +15,7 @@ import torch
 from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out, name_in_file
 from extensions.real_models.saved_settings import CONFIG_FILE, SIZE_FLAGS, read_settings
 from extensions.real_models.tensor_files import stored_tensors
-from guard.inputs import MEBIBYTE, InputError, is_file_name, read_json
+from files.inputs import MEBIBYTE, InputError, is_file_name, read_json
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 64 * MEBIBYTE

@@ -14,9 +14,9 @@ from extensions.real_models.saved_folder import INDEX, ONE_FILE, TOKENIZER_OF_MO
 from extensions.real_models.saved_part import name_in_file
 from extensions.real_models.saved_settings import CONFIG_FILE
 from extensions.real_models.tensor_files import write_tensors
-from guard.claims import ClaimError, NewFolder
-from guard.files import not_written, to_json, write_whole
-from guard.inputs import InputError, read_bytes
+from files.claims import ClaimError, NewFolder
+from files.inputs import InputError, read_bytes
+from files.outputs import not_written, to_json, write_whole
 from pipeline.collectives import gather, share
 
 # Files beside the weights, copied unchanged from the folder of the starting weights.

@@ -9,7 +9,7 @@ keys, the frequencies of the rotary embedding, one matrix at both ends.
 from pathlib import Path
 
 from extensions.real_models.saved_part import SavedSettings
-from guard.inputs import MEBIBYTE, InputError, is_count, is_number, read_json
+from files.inputs import MEBIBYTE, InputError, is_count, is_number, read_json
 
 CONFIG_FILE = "config.json"
 SIZE_FLAGS = "layers", "dim", "heads", "kv_heads", "vocabulary"

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from guard.files import replace_file
-from guard.inputs import MEBIBYTE, InputError, is_count, is_shape, open_input, parse_json
+from files.inputs import MEBIBYTE, InputError, is_count, is_shape, open_input, parse_json
+from files.outputs import replace_file
 
 LARGEST_HEADER = 100 * MEBIBYTE  # the limit of the format
 ALIGNMENT = 8  # bytes: where the data begin

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import _utils as described
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from guard.unpickling import allow
+from files.unpickling import allow
 from pipeline.collectives import connect_group
 from pipeline.command_line import ranks_from_environment
 from pipeline.job import join_job

@@ -18,7 +18,7 @@ MOST_DIMENSIONS = 8  # of a tensor; a product of thousands of sizes would take m
 
 
 class InputError(ValueError):
-    """A file cannot be read; the text names it and says why, and can follow a flag's name."""
+    """A file cannot be used; the text names it and says why, and can follow a flag's name."""
 
 
 @contextmanager

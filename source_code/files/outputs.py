@@ -85,6 +85,24 @@ def new_file_beside(path):
     return beside
 
 
+def can_be_written(path):
+    """Return whether a file can be created or replaced at `path`, links resolved."""
+    try:
+        real = place_of(path)
+    except OSError:
+        return False
+    if not os.path.basename(path):
+        return False
+    if os.path.exists(real) and not (os.path.isfile(real) and os.access(real, os.W_OK)):
+        return False
+    # Permissions are not enough to decide (root, read-only mounts, /proc), so try it.
+    try:
+        os.remove(new_file_beside(real))
+    except OSError:
+        return False
+    return True
+
+
 def write_output(flag, path, text):
     """Write an output of a run; on an error print a sentence and let the run continue."""
     try:
