@@ -118,6 +118,20 @@ def test_job_scripts_that_do_not(capsys, before, after, sentence):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("bash -c 'exec \"${PYTHON}\" \"$@\"' rank \"$@\"", "Right: "),
+        ('python3 "$@"', "any other Python may lack torch"),
+        ('"$PYTHON" source_code/gpipe.py "$@"', "names source_code/gpipe.py itself"),
+    ],
+)
+def test_srun_starts_the_python_with_torch_and_the_given_program(capsys, command, sentence):
+    answer = answer_to(capsys, RIGHT.replace('"$PYTHON" "$@"', command))
+    assert sentence in answer, answer
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("call", ["sleep 9; srun", "until srun"])
 def test_a_script_without_an_end_is_told_so(capsys, monkeypatch, call):
     """It may wait before it starts a rank, or start them again for ever."""

@@ -175,10 +175,18 @@ def _complaint_on_call(text):
     words = called[: -len(TRIED)]
     if re.search(r"torchrun|torch\.distributed\.(run|launch)", " ".join(words)):
         return "srun starts every rank here: leave out torchrun, which starts ranks of its own"
-    starts = ["python" in Path(word).name or "$PYTHON" in word for word in words]
+    starts = [sys.executable in word or re.search(r"\$\{?PYTHON\b", word) for word in words]
     if not any(starts):
-        return 'srun is to start "$PYTHON" with these words: a .py file is not a program by itself'
-    at = starts.index(True)  # the words before it are for srun
+        return (
+            'srun is to start "$PYTHON" with these words: a .py file is not a program by itself, and '
+            "any other Python may lack torch"
+        )
+    at = next(place for place, found in enumerate(starts) if found)  # srun's words come before it
+    if named := [word for word in words[at + 1 :] if word.endswith(".py")]:
+        return (
+            f"your script names {named[0]} itself, so the program that it is given is a flag of "
+            f'that one: leave {named[0]} out, "$@" begins with the program'
+        )
     own = options_of(text) | _options_in(called[:at])
     if complaint := _complaint_on_sizes(called, own):
         return complaint
