@@ -176,6 +176,7 @@ WRONG = {
             "deadlock: rank 0 waits at line 5 of there_and_back",
         ),
         ([("dist.irecv(received, 1).wait()", "dist.irecv(received, 1)")], "before wait() returns"),
+        ([("isend(2 * received", "isend(received.mul_(2)")], "it should be [1.0, 2.0, 3.0]: that has arrived"),
         ([("2 * received", "received")], "rank 0 returns [1.0, 2.0, 3.0]"),
         (
             [("2 * received", "received"), ("received, 1).wait()", "received, 1).wait()\n        received *= 2")],
@@ -420,6 +421,7 @@ WRONG = {
               "dist.get_world_size() - 1 - dist.get_rank()")],
             "on 4 ranks, 2 mini-batches, a rate of 0.5: line ",
         ),
+        ([("weight - rate", "weight + rate")], "-1 times that of the rule: is it `rate` times the gradient, and subtracted?"),
         ([(".detach().requires_grad_()", ".detach()")], "call requires_grad_() on a new tensor"),
     ],
 }  # fmt: skip

@@ -434,6 +434,12 @@ def the_tokens_for_the_second_stage(first, second, tokens, targets):
     return received
 
 
+def targets_before_the_scores(first, second, tokens, targets):
+    received = first(tokens).detach().requires_grad_()
+    token_loss(targets, second(received)).backward()
+    return received
+
+
 def handed_back_twice(first, second, tokens, targets):
     output = first(tokens)
     received = output.detach().requires_grad_()
@@ -470,6 +476,7 @@ def without_backward(first, second, tokens, targets):
         (without_backward, "run the backward of the loss"),
         (half_a_stub, "raised AttributeError: 'ellipsis' object"),
         (the_tokens_for_the_second_stage, "not implemented for 'Long'"),
+        (targets_before_the_scores, "as in token_loss(scores, targets)"),
         (without_a_graph, "what detach() or no_grad() makes leads to no weights"),
         (in_float32, "was a tensor rounded to float32 on its way?"),
         (with_two_backwards, "a backward of token_loss(scores, targets) gives it, one only"),
@@ -784,6 +791,12 @@ def halved_again_and_again(seconds, num_stages):
             "you say [1, 3, 2, 1], and the slowest stage takes 11",
         ),
         (in_rounded_seconds, "[1.5, 0.25, 1.75, 0.25, 0.5] s in 3 stages: you say"),
+        (
+            lambda seconds, n: min(
+                lesson_04b._all_cuts(len(seconds), n), key=partial(lesson_04b._slowest, seconds)
+            )[::-1],
+            "[3, 1, 3, 1], and the slowest stage takes 13 s; 9 s is possible. That is stage 2",
+        ),
         (halved_again_and_again, "[1, 3, 1], and the slowest stage takes 7.0 s; 5.5 s is possible"),
         (lambda seconds, n: len(seconds) // n, "a list with one whole number per stage"),
         (lambda seconds, n: [len(seconds)], "4 stages: you say [8], 1 number for 4 stages"),
@@ -849,6 +862,7 @@ def test_only_ranks_that_are_always_spread_evenly_are_called_so(capsys):
 
     answer = answer_to(lesson_04b.spare_ranks, capsys, to_the_fastest)
     assert "you say [1, 2, 1], and a mini-batch comes every 60 s; every 30 s is" in answer
+    assert "Stage 0 sets the pace" in answer
     assert "evenly" not in answer
     answer = answer_to(lesson_04b.spare_ranks, capsys, apportioned(int, floordiv))
     assert "[2, 5, 4] s on 6 ranks: you say [2, 2, 2]" in answer and "evenly" not in answer

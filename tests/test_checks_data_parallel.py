@@ -61,7 +61,7 @@ def weighted_mean(losses, counts):
         (lambda losses, counts: sum(losses), "would take a longer step"),
         (
             lambda losses, counts: sum(losses) / len(counts),
-            "one process with the whole batch has 5",
+            "7.5, divided by the number of micro-batches, and one process with the whole batch has 5",
         ),
     ],
 )

@@ -127,6 +127,15 @@ def backward_is_two_forwards(times, first, last):
             lambda *case: map(int, right_times(*case)),
             "of 6: you say 6 and 21 ms; its layers and ends add up to 6.75",
         ),
+        (lambda *case: right_times(*case)[::-1], "40 and 20 ms; the forward comes first"),
+        (
+            lambda times, first, last: (
+                right_times(times, first, last)[0],
+                right_times(times._replace(recompute=False), first, last)[1]
+                + times.recompute * times.layer[0],
+            ),
+            "23 and 67 ms, 20 of these 67 in the layers' second forward",
+        ),
         (lambda times, first, last: (1, 1), "add up to 20 and 40 ms"),
         (lambda times, first, last: 1, "return two numbers"),
         (lambda times, first, last: ("a", 1), "your function returned 'a', which is not a number"),
@@ -226,6 +235,7 @@ def test_choices_wants_every_pair_in_a_dictionary(capsys):
         (gpus(to_nodes=lambda n: 8 * (n // 8 + 1)), "you say 136, a node too many: 128 GPUs"),
         (gpus(to_nodes=lambda n: 64 * math.ceil(n / 64)), "operations are to be done"),
         (gpus(to_nodes=lambda n: 8 * round(n / 8 + 0.5)), "you say 80, a node too many: 72 GPUs"),
+        (lambda p, t, days, x: gpus()(p, t, days, 1 / x), "the fewer GPUs it takes"),
         (lambda p, t, days, x: gpus()(p, t, days // 2 * 2, x), "done in 51 days"),
     ],
 )

@@ -27,6 +27,8 @@ def waiting(schedule, rank, p, m):
     [
         (lambda s, r, p, m, a, i: waiting(s, r, p, m) * a + i, "is part of its inside"),
         (lambda s, r, p, m, a, i: waiting(s, r, p, m) * a, "needs the inside of its own"),
+        (lambda s, r, p, m, a, i: (waiting(s, r, p, m) - 1) * a, "112, the inputs alone"),
+        (lambda s, r, p, m, a, i: (waiting(s, r, p, m) - 1) * i + a, "the one at work its inside"),
         (lambda s, r, p, m, a, i: waiting(s, r, p, m) * i, "what it holds without recomputation"),
         (lambda s, r, p, m, a, i: (m - 1) * a + i, "in 1F1B fewer micro-batches wait"),
         (lambda s, r, p, m, a, i: (waiting(s, r, p, m) - 1) * a + i / m, "of one micro-batch"),

@@ -162,6 +162,10 @@ def zeros(all_reduce):
     return ends(all_reduce, leave=[lambda x: 0 * x, same])  # noqa: F821
 
 
+def the_other_way_round(all_reduce):
+    return ends(all_reduce)[::-1]  # noqa: F821
+
+
 def not_a_pair(all_reduce):
     return all_reduce
 
@@ -229,6 +233,7 @@ def with_helpers(monkeypatch):
         (all_reduce_alone, ["no gradient leads back from what leaves the layer"]),
         (no_gradient, ["layer's input is missing", "return a tensor"]),
         (not_a_pair, ["return a pair"]),
+        (the_other_way_round, ["output is 2 times", "the sum is at its entrance, not at its end"]),
     ],
 )
 def test_the_ends_of_a_layer_are_answered_by_what_two_ranks_computed(ends, words, capsys):
@@ -252,7 +257,10 @@ ANSWER = {
         ({}, "Right"),
         (dict.fromkeys(ANSWER, ...), "Not attempted"),
         ({"two nodes of 4": ...}, "two nodes of 4: give three numbers"),
-        ({"eight nodes of 1": (1, 1, 8)}, "takes 1728 ms, and 396 ms can be had"),
+        ({"eight nodes of 1": (1, 1, 8)}, "1728 ms, and 396 ms can be had; the collectives of its"),
+        ({"two nodes of 4": (2, 1, 4)}, "its sums of gradients cross the network"),
+        ({"one node of 8": (2, 4, 1)}, "its pipelines of 4 stages have a bubble"),
+        ({"one node of 8": (1, 1, 8)}, "as long as with fewer ranks"),
         ({"two nodes of 4": (1, 1, 4)}, "4 ranks, and there are 8"),
         ({"two nodes of 4": (8, 1, 1)}, "over 1 rank, and it needs 4"),
         ({"two nodes of 4": 4}, "three numbers"),

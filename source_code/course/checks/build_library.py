@@ -25,6 +25,12 @@ def training_program(path):
             return f"on {num_ranks} ranks {without_a_step(used) or complaint}"
         if complaint := other_use(used) or other_losses(used, found) or few_digits(used, num_ranks):
             return f"on {num_ranks} ranks {complaint}"
+        for (step, loss), wanted in zip(found, losses_of(num_ranks)):
+            if abs(loss - wanted) > 2e-6:  # a float32 has six decimals, too
+                return (
+                    f"on {num_ranks} ranks the losses are right, but that of step {step} is printed as "
+                    f"{loss:g}; print six decimals, as in `{{loss:.6f}}`"
+                )
 
 
 @checked("one norm for the whole model, and a forward that nobody learns from.")

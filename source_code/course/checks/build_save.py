@@ -14,6 +14,11 @@ from course.checks.reader_on_ranks import as_on_a_rank
 PROGRAM = "course.checks.build_save_on_ranks.main"
 STEPS = 12
 KILLED = "was ended by SIGKILL"
+HINTS = {
+    "Error(s) in loading state_dict": "this state is of something else: the other rank's, or the optimizer's?",
+    "File exists": "has the other rank, or an earlier start, made it?",
+    "No such file or directory": "is it not there yet, or has the other rank renamed or removed it?",
+}
 WORDS = {
     "write": "before it wrote its file",
     "half": "with its file half written",
@@ -49,7 +54,7 @@ def survives(save, restore, kills):
 
     The training then runs to its end and is started once more.
     """
-    request = request_of(save, restore, program=PROGRAM)
+    request = request_of(save, restore, program=PROGRAM, hints=HINTS)
     wanted, saved, killed = undisturbed(), 0, None
     with tempfile.TemporaryDirectory() as folder:
         for following in [*kills, None, None]:

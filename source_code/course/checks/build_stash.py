@@ -89,7 +89,7 @@ def _forward(rank, event, words, num_ranks):
     if event["factor"] is not None:
         return (
             f"{case} after an update that is {event['factor']:g} times that of the rule: is it "
-            "`rate` times the gradient?"
+            f"`rate` times the gradient{', and subtracted' if event['factor'] < 0 else ''}?"
         )
     return (
         f"{case} with weights that no sequence of updates makes: does each update start from the "

@@ -104,6 +104,8 @@ def there_and_back(function):
         if result["value"] != wanted:
             early = ": has each receive been waited for before its numbers are used?"
             more = early if "nan" in str(result["value"]) else ""
+            if wanted in (result["came"] or []):
+                more = ": that has arrived, so return it as it has come"
             return f"rank {rank} returns {result['value']}, and it should be {wanted}{more}"
         if result["came"] and wanted not in result["came"]:
             return f"rank {rank} receives {result['came'][-1]}, and the other should send {wanted}"

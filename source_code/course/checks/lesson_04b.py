@@ -43,7 +43,8 @@ def best_cut(cut):
             return f"{told}. Your stages have about the same number of layers; their seconds count"
         if filled and _seconds_of(seconds, counts)[-1] == slowest:
             return f"{told}. Your last stage gets what the others have left over"
-        return told
+        stage = _seconds_of(seconds, counts).index(slowest)
+        return f"{told}. That is stage {stage}: its layers are too many for one stage"
 
 
 def _counts(answer, length, case):
@@ -112,15 +113,15 @@ def spare_ranks(ranks):
             continue
         told = f"{case}, and a mini-batch comes every {slowest:g} s; every {best:g} s is possible"
         spare, longest = num_ranks - len(seconds), seconds.index(max(seconds))
-        if spare == 1:  # every answer hands out one rank
-            return told
-        if counts[longest] == spare + 1:
+        # If spare is 1, every answer puts all spare ranks on one stage.
+        if spare > 1 and counts[longest] == spare + 1:
             return (
                 f"{told}. All spare ranks are on stage {longest}, and another stage is slower now"
             )
-        if even:
+        if spare > 1 and even:
             return f"{told}. The slowest stage sets the pace, and your ranks are spread evenly"
-        return told
+        stage = max(range(len(counts)), key=lambda k: seconds[k] / counts[k])
+        return f"{told}. Stage {stage} sets the pace, and one rank more there makes it faster"
 
 
 def _pace(seconds, counts):

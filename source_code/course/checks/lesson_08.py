@@ -25,4 +25,9 @@ def placement(place):
                     return f"{case}, the loop; with it ZB-V waits for ever"
                 if shape == "V" and stages == [rank, 2 * num_ranks - rank]:
                     return f"{case}, but there are {2 * num_ranks} stages, counted from 0"
-                return f"{case}; it is {[rank, second]}"
+                if shape == "loop" and stages == [rank, 2 * num_ranks - 1 - rank]:
+                    return f"{case}, the V; in a loop, stage {num_ranks} is on rank 0 again"
+                if stages == [rank + 1, second + 1]:
+                    return f"{case}, but stages are counted from 0"
+                why = ", one stage, and each rank has two" if len(stages) == 1 else ""
+                return f"{case}{why}; it is {[rank, second]}"

@@ -33,4 +33,6 @@ def share_of_loss(share):
             return f"{case}, as if each micro-batch were a whole batch; divide all of them by one number"
         if close(answer, sum(map(sum, pieces))):
             return f"{case}, a sum: a batch with more tokens would take a longer step"
+        if close(answer, sum(map(sum, pieces)) / len(pieces)):
+            case += ", divided by the number of micro-batches"
         return f"{case}, and one process with the whole batch has {right:.6g}"

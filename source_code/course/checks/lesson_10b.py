@@ -56,6 +56,8 @@ def complaint_of(name, factor, of):
         return f"{what} is missing: does {where} return a tensor?"
     if of == "else":
         return f"{what} is not a multiple of the right one: look at {where}"
+    if of == "own" and name == "output" and close(factor, 2):
+        return f"{what} is 2 times this rank's own share: the sum is at its entrance, not at its end"
     if of == "own":
         times = "" if close(factor, 1) else f"{factor:g} times "
         return f"{what} is {times}this rank's own share: the sum is missing in {where}"
@@ -128,7 +130,20 @@ def chosen_meshes(chosen):
             return complain_of_size(name, machine, mesh)
         took, best = step_of(mesh, machine), min(meshes(machine).values())
         if took > 1.03 * best:
-            return f"{name}: {shown(mesh)} takes {took:.0f} ms, and {best:.0f} ms can be had"
+            case = f"{name}: {shown(mesh)} takes {took:.0f} ms, and {best:.0f} ms can be had"
+            return f"{case}; {what_costs(mesh, machine)}"
+
+
+def what_costs(mesh, machine):
+    """What makes a mesh slow on a machine, as the end of a sentence."""
+    replicas, stages, t = mesh
+    if t > machine["node"]:
+        return "the collectives of its layers cross the network"
+    if replicas > 1 and machine["node"] < 8:
+        return "its sums of gradients cross the network"
+    if stages > 1:
+        return f"its pipelines of {stages} stages have a bubble"
+    return "each of its collectives takes as long as with fewer ranks, and each rank has all micro-batches"
 
 
 def complain_of_size(name, machine, mesh):

@@ -148,7 +148,11 @@ def what_is_wrong(times, first, last, answer, right):
             return "only the layers run forward again, neither the embedding nor the head"
     if close(forward, right[0]) and close(backward, 2 * forward):
         return "a backward was measured, too; it need not be two forwards"
-    return f"its layers and ends add up to {right[0]:g} and {right[1]:g} ms"
+    if close(forward, right[1]) and close(backward, right[0]):
+        return "the forward comes first, and then the backward"
+    told = f"its layers and ends add up to {right[0]:g} and {right[1]:g} ms"
+    again = f", {count * times.layer[0]:g} of these {right[1]:g} in the layers' second forward"
+    return told + again if times.recompute else told
 
 
 def perform(stage_times):
@@ -275,6 +279,8 @@ def gpus_needed(needed):
         without = GPUS_PER_NODE * math.ceil(exact * 6 / 8 / GPUS_PER_NODE)
         if answer == without:
             return f"{case}: that is 6 T P, without the second forward of recomputed activations"
+        if answer > 1e6 * right:
+            return f"{case}; the more operations per second a GPU reaches, the fewer GPUs it takes"
         if answer > 20 * right:
             seconds = f"{days} days have {days * SECONDS_PER_DAY}"
             raise WrongAnswer(f"{case}; a day has {SECONDS_PER_DAY} seconds, and {seconds}")
