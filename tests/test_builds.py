@@ -217,7 +217,7 @@ WRONG = {
         ),
         (
             [("output.backward(gradient)", "output.backward(2 * gradient)")],
-            "the gradient on rank 2 is 2 times that of one process",
+            "the gradient on rank 2 is 2 times that of one process: a backward begins at the loss",
         ),
         ([("dist.isend(inputs.grad, rank - 1).wait()", "pass")], "a send is missing there"),
         (

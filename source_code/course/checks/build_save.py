@@ -15,7 +15,9 @@ PROGRAM = "course.checks.build_save_on_ranks.main"
 STEPS = 12
 KILLED = "was ended by SIGKILL"
 HINTS = {
-    "Error(s) in loading state_dict": "this state is of something else: the other rank's, or the optimizer's?",
+    "Error(s) in loading state_dict": "is this the state of the other rank, or of the optimizer?",
+}
+OF_FILES = {  # behind the error, which names the file
     "File exists": "has the other rank, or an earlier start, made it?",
     "No such file or directory": "is it not there yet, or has the other rank renamed or removed it?",
 }
@@ -65,7 +67,8 @@ def survives(save, restore, kills):
             if complaint := wrong_losses(told, wanted, case):
                 return complaint
             if failed:
-                return f"{case}{failed}"
+                more = next((f"; {hint}" for part, hint in OF_FILES.items() if part in failed), "")
+                return f"{case}{failed}{more}"
             done = [[e["saved"] for e in told if "saved" in e and e["rank"] == r] for r in (0, 1)]
             saved = min(max(steps, default=saved) for steps in done)
             killed = next((event for event in told if "killed" in event), None)

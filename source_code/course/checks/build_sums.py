@@ -58,10 +58,10 @@ def misplaced(after, schedule, rank, order):
             with endless_loops_ended():
                 after(action, order, start)
         except Exception as error:
-            is_split = any(each.kind == "W" for each in order)
-            split = "; its backwards are split into I and W" if is_split else ""
+            kinds = f"; it has actions of the kinds {', '.join(sorted({a.kind for a in order}))}"
             raise WrongAnswer(
-                f"{schedule.name}, after {action} your function raised {in_words(error)}{split}"
+                f"{schedule.name}, after {action} your function raised {in_words(error)}"
+                f"{kinds if isinstance(error, (LookupError, ValueError)) else ''}"
             ) from None
     own = sorted({action.stage for action in order})
     for position, stage in started:

@@ -179,7 +179,10 @@ class Words(TransportWords):
                 "to float32 on its way?"
             )
         if len(factors) == 1 and m == 1:
-            return f"the gradient {on} is {short(parts[0])} times that of one process"
+            return (
+                f"the gradient {on} is {short(parts[0])} times that of one process: a backward begins "
+                "at the loss itself, and what it sends back is not changed on its way"
+            )
         if len(factors) == 1:
             case = (
                 f"with {m} micro-batches every gradient {on} is {short(parts[0])} times too large"
