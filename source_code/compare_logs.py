@@ -13,6 +13,7 @@ of their norms: for another device, number of threads or type.
 import sys
 
 from guard.around_main import guarded
+from guard.one_sentence import shortened
 from lab.flight_log_comparing import compare
 from lab.flight_log_reader import RecordingError, read_recording
 from pipeline.command_line import Parser, positive_number
@@ -35,7 +36,7 @@ def main():
     if found is None:
         print(f"no difference in {len(one.steps)} steps of {one.schedule.num_stages} stages")
         return 0
-    print(found.sentence)
+    print(shortened(found.sentence))  # a log may have any names
     return 1
 
 

@@ -29,7 +29,8 @@ from extensions.checkpointing.checkpoint_folder import (
 from extensions.checkpointing.whole_checkpoint import read_weights
 from extensions.inference.saved_model import newest_checkpoint
 from extensions.optimization.learning_rate import ConstantRate
-from extensions.real_models.saved_folder import read_model
+from extensions.pretraining.tokens import numbers_of, read_tokenizer
+from extensions.real_models.saved_folder import read_model, tokenizer_of
 from extensions.real_models.saved_output import (
     BESIDE,
     claim_output,
@@ -43,6 +44,7 @@ from files.outputs import not_written
 from guard.around_main import guarded
 from guard.paths import check_new_folder, check_paths_apart
 from pipeline.command_line import Parser, ranks_from_environment
+from pipeline.data import DataError
 from pipeline.job import join_job
 from pipeline.model import ModelConfig
 from pipeline.training import DTYPES
@@ -148,11 +150,26 @@ def take_out(arguments):
                 f"{checkpoint.path}: {name} has the shape {tuple(weights[name].shape)}, and a Llama of "
                 f"these sizes has {tuple(layout.shape)}; only a Llama or a relative can be taken out"
             )
+    check_tokenizer(arguments.tokenizer, settings.vocabulary)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else weights["embedding.weight"].dtype
     part = fill_part(part, weights.__getitem__, dtype, torch.device("cpu"))
     config = config_in(config, dtype) if config else config_of(settings, dtype)
     write(arguments, join_job("cpu"), config, part, settings)
     return int(bool(not_written))
+
+
+def check_tokenizer(folder, vocabulary):
+    """Reject a tokenizer.json that cannot be read, or has tokens that the model does not have."""
+    path = tokenizer_of(folder)
+    try:
+        num_tokens = numbers_of(read_tokenizer(path)) if path else 0
+    except DataError as error:
+        raise SystemExit(f"--tokenizer: {error}") from None
+    if num_tokens > vocabulary:
+        raise SystemExit(
+            f"--tokenizer {folder} has {num_tokens} tokens, and the model {vocabulary}; name the folder "
+            "of the tokenizer that it was trained with"
+        )
 
 
 def read_model_of(checkpoint):

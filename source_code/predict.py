@@ -24,7 +24,7 @@ from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules
 from pipeline.schedules.from_flags import by_name, schedule_option
 from pipeline.schedules.legal import check_legal
-from pipeline.schedules.text_form import LARGEST_CSV, from_csv, to_csv
+from pipeline.schedules.text_form import LARGEST_CSV, fix_of, from_csv, to_csv
 
 LEAST_COLUMNS = 40  # of a timeline in a terminal; a narrower terminal wraps it
 NOT_IN_XML = "[\0-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]"  # characters that a file's name may have
@@ -153,7 +153,7 @@ def schedule_of(arguments):
         check_same("--microbatches", arguments.microbatches, name, schedule.num_microbatches)
         return schedule
     except ScheduleError as error:
-        where, fix = (name + sizes, "") if name in SCHEDULES else (name, "; mend that row")
+        where, fix = (name + sizes, "") if name in SCHEDULES else (name, f"; {fix_of(error)}")
         raise SystemExit(f"{where}: {error}{fix}") from None
     except InputError as error:
         names = ", ".join(SCHEDULES)

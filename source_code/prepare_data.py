@@ -15,6 +15,7 @@ checksums, and ends.
 import os
 import re
 import sys
+from codecs import BOM_UTF8
 from pathlib import Path
 from shlex import quote
 
@@ -28,7 +29,7 @@ from guard.flags import check_alone, check_read
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_new_folder
 from pipeline.command_line import Parser, positive_integer
-from pipeline.data import DataError
+from pipeline.data import DataError, is_object
 
 PIECE = MEBIBYTE  # letters of text that are encoded at a time
 LARGEST_DOCUMENT = 64 * MEBIBYTE
@@ -47,7 +48,8 @@ def main():
     except (DataError, ClaimError) as error:
         raise SystemExit(str(error)) from None
     except InputError as error:
-        raise SystemExit(f"{'--dataset' if arguments.dataset else '--data'}: {error}") from None
+        flag = "--dataset" if arguments.dataset else "--data"
+        raise SystemExit(f"{flag}: {error}; mend that, or leave it out") from None
     except OSError as error:
         raise SystemExit(
             f"--out {arguments.out} cannot be written ({error.strerror}); nothing else was changed: "
@@ -123,7 +125,9 @@ def files_of(names):
         if os.path.isdir(name):
             found = sorted(path for path in name.iterdir() if path.suffix in (".txt", ".jsonl"))
             if not found:
-                raise DataError(f"--data: {name} has no .txt and no .jsonl files")
+                raise DataError(
+                    f"--data: {name} has no .txt and no .jsonl files; name a folder that has some"
+                )
         paths += found
     return paths
 
@@ -229,8 +233,7 @@ def documents_of_lines(path, field):
             raise InputError(f"{path}, line {number} has more than {LARGEST_DOCUMENT:,} bytes")
         if not line.strip():
             continue
-        # Files of Windows may begin with a mark of their encoding.
-        row = parse_json(as_text(line, path).removeprefix("\ufeff"), f"{path}, line {number}")
+        row = parse_json(as_text(line, path), f"{path}, line {number}")
         document = row.get(field) if isinstance(row, dict) else None
         if not isinstance(document, str):
             raise InputError(f"{path}, line {number} has no text under --field {field}")
@@ -250,9 +253,12 @@ def check_unicode(document, where):
 
 def documents_of_text(path):
     """Yield the parts between empty lines."""
-    lines, length = [], 0
+    lines, length, is_text = [], 0, False
     for line in lines_of(path):
         if line.strip():
+            if not is_text and is_object(line):  # the braces would be learnt, too
+                raise InputError(f"{path} has JSON lines, and its name does not end in .jsonl")
+            is_text = True
             lines.append(line)
             length += len(line)
             if length > LARGEST_DOCUMENT:
@@ -268,13 +274,16 @@ def lines_of(path):
     """Yield the lines of a file; a line longer than LARGEST_DOCUMENT comes in parts."""
     with open_input(path) as file:
         began = os.fstat(file.fileno())
+        yield file.readline(LARGEST_DOCUMENT).removeprefix(BOM_UTF8)  # files of Windows begin so
         yield from iter(lambda: file.readline(LARGEST_DOCUMENT), b"")
         ended = os.fstat(file.fileno())
     if (began.st_size, began.st_mtime_ns) != (ended.st_size, ended.st_mtime_ns):
-        raise InputError(f"{path} has changed while it was read; start again when it is whole")
+        raise InputError(f"{path} has changed while it was read")
 
 
 def as_text(content, path):
+    if b"\0" in content:
+        raise InputError(f"{path} is not text (it has the byte 0)")
     try:
         return content.decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:

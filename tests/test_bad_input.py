@@ -59,6 +59,9 @@ CASES = [
     *((f"--learning-rate {text}", "--learning-rate") for text in "0 -1 nan inf 1e999 abc".split()),
     ("--learning-rate 3.5e38 --dtype float32", "--learning-rate"),  # beyond the type
     ("--learning-rate 3.3e38 --dtype bfloat16 --optimizer adamw", "--learning-rate"),
+    ("--steps ٠", "--steps"),  # a zero that is not "0"
+    ("--seed ٣", "--seed"),
+    ("--timeout ٣", "--timeout"),
     ("--seed abc", "--seed"),
     ("--seed -1", "--seed"),
     ("--seed 1.5", "--seed"),

@@ -16,7 +16,6 @@ import torch
 from saved_models import write_model
 
 from extensions.checkpointing.checkpoint_folder import checksum_of_file
-from extensions.inference import requests
 from extensions.inference.requests import choose_token
 from extensions.pretraining import token_files
 from extensions.pretraining.token_files import load_tokens
@@ -220,15 +219,8 @@ def test_every_allowed_temperature_chooses_a_token(temperature):
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_scores_that_are_not_numbers_end_the_run_with_a_sentence(monkeypatch, temperature, value):
-    class Ended(Exception):
-        pass
-
-    def end(sentence):
-        raise Ended(sentence)
-
-    monkeypatch.setattr(requests, "end_process", end)
-    with pytest.raises(Ended, match="request 4: the model's scores are not numbers"):
+def test_scores_that_are_not_numbers_end_the_run_with_a_sentence(temperature, value):
+    with pytest.raises(InputError, match="request 4: the model's scores are not numbers"):
         choose_token(torch.tensor([1.0, value]), 0, 4, 0, temperature)
 
 

@@ -97,7 +97,7 @@ def test_a_flag_that_the_program_did_not_have_when_it_saved_is_one_that_was_not_
         assert checkpoint_folder.first_difference(saved, "step", saved | {"--new": value}) is None
     for flag, value, words in [
         ("--new", True, "--new is given, and step was made with no --new;"),
-        ("--new", 0.5, "--new is 0.5, and step was made with no --new;"),
+        ("--new", 0.5, "--new is 0.5, and step was made with no --new; use the program that"),
         ("--packed", False, "--packed is not given, and step was made with --packed;"),
         ("--seed", 1, "--seed is 1, and step was made with --seed 0;"),
         ("--seed", None, "--seed is not given, and step was made with --seed 0;"),

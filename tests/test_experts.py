@@ -258,6 +258,7 @@ def test_only_routed_experts_differ_between_the_ranks_of_a_group():
         ("--replicas 2 --experts 5 --expert-ranks 2", ["--expert-ranks 2", "--experts 5"]),
         ("--capacity 0", ["--capacity", "positive"]),
         ("--auxiliary -1", ["--auxiliary", "positive"]),
+        ("--auxiliary 1e308", ["--auxiliary", "at most"]),  # not: a smaller --learning-rate
     ],
 )
 def test_numbers_that_do_not_fit_are_rejected_in_one_sentence(flags, words):

@@ -130,6 +130,7 @@ def test_a_config_json_of_transformers_gives_the_sizes_of_its_name(tmp_path):
         ("nothing", "nothing is not a model's name"),
         ("layers=4", "does not say hidden, vocabulary"),
         ("layers=4,hidden=x,vocabulary=9", "'hidden=x' is not a size"),
+        ("layers=٤,hidden=64,vocabulary=9", "'layers=٤' is not a size"),
         ("layers=257,hidden=64,vocabulary=9", "257 layers, and plans are compared for up to 256"),
         ("layers=4,hidden=64,vocabulary=9,heads=5", "5 heads do not divide a width of 64"),
         ("layers=4,hidden=64,vocabulary=9,heads=4,kv_heads=3", "3 heads for keys do not divide"),

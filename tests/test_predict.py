@@ -264,6 +264,14 @@ def test_an_illegal_file_is_refused_with_its_rank_and_step(tmp_path, capsys, wha
     assert refusal(capsys, path) == f"{path}: {sentence}; mend that row"
 
 
+@pytest.mark.parametrize("text", ["\n", ",,\n", " \n\n"])
+def test_a_file_without_actions_has_no_row_to_mend(tmp_path, capsys, text):
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    said = refusal(capsys, path)
+    assert "no actions; name a CSV file" in said and "that row" not in said
+
+
 @pytest.mark.parametrize("flag", ["--ranks", "--microbatches"])
 @pytest.mark.parametrize("value", ["0", "-4", "2.5", "four", ""])
 def test_a_number_of_ranks_or_microbatches_that_is_no_positive_whole_number(capsys, flag, value):

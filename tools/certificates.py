@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
-from files.outputs import not_written, write_whole  # noqa: E402
+from files.outputs import can_be_written, not_written, write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from lab.known_schedules import TITLES  # noqa: E402
 from lab.simulator import Costs  # noqa: E402
@@ -46,6 +46,8 @@ same search with costs of your own.
 @in_one_sentence()
 def main():
     Parser(__doc__).parse_args()
+    if not can_be_written(PAGE):
+        raise SystemExit(f"{PAGE} cannot be written; make its folder writable, and start again")
     page = TOP + "".join(map(part, range(2, MOST_RANKS + 1)))
     with naming_files(PAGE):
         write_whole(PAGE, page)

@@ -107,7 +107,14 @@ def tell_launcher(sentence):
 
 
 def shortened(sentence):
-    """Return a sentence on one line, with words and a line that are too long cut short."""
+    """Return a sentence on one line, with words and a line that are too long cut short.
+
+    Letters that are not printed, such as those that command a terminal, become escapes.
+    """
+    sentence = "".join(
+        letter if letter.isprintable() or letter.isspace() else ascii(letter)[1:-1]
+        for letter in sentence
+    )
     words = (
         word if len(word) <= LONGEST_WORD else f"{word[:40]}... ({len(word):,} letters)"
         for word in sentence.split()

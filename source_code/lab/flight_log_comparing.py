@@ -50,6 +50,8 @@ def compare(one, other, tolerance=0.0):
 
 
 def _check_comparable(one, other):
+    if not (one.steps or other.steps):
+        raise RecordingError("neither run has recorded an action; record both anew")
     passages = [recording.schedule.rank_of_passage for recording in (one, other)]
     if one.seen or other.seen:  # a run that stopped early may lack some stages
         stages = [sorted({stage for stage, _ in each}) for each in passages]

@@ -46,7 +46,8 @@ class Fingerprint(NamedTuple):
         if self.digest == other.digest:
             return 0.0
         apart = max(abs(self.norm - other.norm), abs(self.weighted - other.weighted))
-        return apart / (max(abs(self.norm), abs(other.norm)) or 1.0)
+        apart /= max(abs(self.norm), abs(other.norm)) or 1.0
+        return math.inf if math.isnan(apart) else apart  # a tensor that is not finite is not close
 
 
 class Travelled(NamedTuple):

@@ -4,6 +4,7 @@
 import argparse
 import math
 import os
+from pathlib import Path
 
 MOST_DIGITS = 30  # Python converts no more than 4300, and no size has more than ten
 
@@ -43,6 +44,12 @@ class Parser(argparse.ArgumentParser):
                 raise SystemExit(f"{name} is empty text; give it a value, or leave it out")
         return arguments
 
+    def _get_value(self, action, text):
+        """Convert a word; a number in other digits than 0 to 9, which float() takes, is rejected."""
+        if action.type not in (None, Path) and not text.isascii():
+            raise argparse.ArgumentError(action, f"must be written in ASCII, not '{text}'")
+        return super()._get_value(action, text)
+
     def error(self, message):
         raise SystemExit(message.removeprefix("argument ") + "; --help lists the flags")
 
@@ -50,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 def positive_integer(text):
     """Convert a flag's value to a whole number of at least 1."""
     digits = text.strip()
-    if not digits.isdecimal() or not digits.strip("0"):
+    if not (digits.isascii() and digits.isdecimal()) or not digits.strip("0"):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not '{text}'")
     if len(digits) > MOST_DIGITS or int(digits) >= 2**31:
         raise argparse.ArgumentTypeError(f"must be at most {2**31 - 1}, not '{text}'")

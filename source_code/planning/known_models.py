@@ -127,7 +127,8 @@ def from_sizes(text):
     for part in text.split(","):
         key, _, value = part.partition("=")
         flag = key in ("gated", "tied") and value in ("0", "1")
-        is_size = key in SIZES and value.isdecimal() and len(value) <= len(str(LARGEST_SIZE))
+        digits = value.isascii() and value.isdecimal()
+        is_size = key in SIZES and digits and len(value) <= len(str(LARGEST_SIZE))
         if not flag and not (is_size and int(value)):
             part = part[:MOST_LETTERS]
             raise InputError(

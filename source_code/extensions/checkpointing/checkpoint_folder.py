@@ -244,8 +244,9 @@ def first_difference(saved, where, configuration):
             is_now = f"is {value}" if with_value(value) else "is given" if value else "is not given"
             before = saved.get(flag)
             was = f"{flag} {before}" if with_value(before) else flag if before else f"no {flag}"
+            use = "use that" if flag in saved else "use the program that made it"
             return (
-                f"{flag} {is_now}, and {where} was made with {was}; use that, or another "
+                f"{flag} {is_now}, and {where} was made with {was}; {use}, or another "
                 "--checkpoints folder, or begin anew with --fresh"
             )
     return None

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags of experts.py, and which of their values are rejected."""
 
+import argparse
 import math
 
 from extensions.experts.expert_layer import Routing
 from pipeline.command_line import positive_integer, positive_number
 
 MOST_EXPERTS = 1024  # of a layer; all of them are built
+MOST_FACTOR = 1_000_000  # of the auxiliary loss, so that it does not become infinite by that alone
 
 
 def add_expert_flags(parser):
@@ -25,7 +27,10 @@ def add_expert_flags(parser):
 
 def factor(text):
     """Convert a flag's value to a number, either 0 or positive."""
-    return positive_number(text) if text.strip(" 0.") else float(text)
+    value = positive_number(text) if text.strip(" 0.") else float(text)
+    if value > MOST_FACTOR:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST_FACTOR}, not '{text}'")
+    return value
 
 
 def check_experts(arguments):

@@ -109,7 +109,9 @@ def encode(tokenizer, text, begins=True):
     with complaints_of_library("the tokenizer cannot encode the text"):
         tokens = tokenizer.encode(text, add_special_tokens=begins).ids
     if tokens and tokenizer.id_to_token(max(tokens)) is None:  # get_vocab() takes milliseconds
-        raise DataError(f"the tokenizer encodes the text as {max(tokens)}, which is not a token")
+        raise DataError(
+            f"the tokenizer encodes the text as {max(tokens)}, which is not a token; use another"
+        )
     return tokens
 
 
@@ -142,4 +144,4 @@ def complaints_of_library(what):
         if type(error).__name__ != "PanicException" and type(error) is not Exception:
             raise
         reason = str(error).splitlines()[0][:200] if str(error) else "it says no more"
-        raise DataError(f"{what} ({reason})") from None
+        raise DataError(f"{what} ({reason}); use another tokenizer.json") from None

@@ -6,7 +6,6 @@ message. After that a rank reads the tensors of its own layers only.
 """
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from files.inputs import MEBIBYTE, InputError, is_file_name, read_json
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 64 * MEBIBYTE
 TOKENIZER_OF_MODEL = "tokenizer.json"
+COMPUTED = "rotary_emb.inv_freq"  # of older files; the course computes it from config.json
 AGAIN = "copy or download it again"  # what to do about an incomplete folder
 
 
@@ -60,7 +60,8 @@ def read_model(folder, seq_len):
             f"{folder} has {len(model.tensors):,} tensors, too few for the {settings.layers:,} layers "
             f"of {CONFIG_FILE}; use the {CONFIG_FILE} of these weights"
         )
-    for name, layout in lay_out(settings).named_parameters():
+    layouts = dict(lay_out(settings).named_parameters())
+    for name, layout in layouts.items():
         stored = model.tensors.get(model.stored_name(name))
         if stored is None:
             raise InputError(f"{folder} has no tensor {model.stored_name(name)}; {AGAIN}")
@@ -70,24 +71,18 @@ def read_model(folder, seq_len):
                 f"{CONFIG_FILE} wants {tuple(layout.shape)}; use the {CONFIG_FILE} of these weights"
             )
     check_tied(model)
-    check_surplus(model)
+    check_surplus(model, set(map(name_in_file, layouts)))
     return model
 
 
-def check_surplus(model):
-    """Raise InputError if the files have layers that config.json does not count."""
-    more = sorted(name for name in model.tensors if number_of_layer(name) >= model.settings.layers)
+def check_surplus(model, known):
+    """Raise InputError if the files have a tensor, such as a bias, that would be lost in silence."""
+    more = sorted(n for n in model.tensors if n not in known and not n.endswith(COMPUTED))
     if more:
         raise InputError(
-            f"{model.folder} has the tensor {more[0][:80]}, and {CONFIG_FILE} says that there are "
-            f"{model.settings.layers} layers; use the {CONFIG_FILE} of these weights"
+            f"{model.folder} has the tensor {more[0][:80]}, and the {model.settings.layers} layers of "
+            f"{CONFIG_FILE} have none of this name; use the {CONFIG_FILE} of these weights"
         )
-
-
-def number_of_layer(name):
-    """Return the number of the layer that a tensor of a file belongs to, or -1."""
-    found = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
-    return int(found[1]) if found else -1
 
 
 def find_tensors(folder):

@@ -69,10 +69,15 @@ def stored_tensors(path):
         raise InputError(f"the header of {path} is not a JSON object")
     header.pop("__metadata__", None)
     found = {name: stored(path, 8 + length, name, entry) for name, entry in header.items()}
-    needed = max((tensor.start + tensor.length for tensor in found.values()), default=8 + length)
-    if needed > size:
+    places = sorted((tensor.start, tensor.start + tensor.length) for tensor in found.values())
+    ends = [8 + length, *(end for _, end in places)]
+    if max(ends) > size:
         raise InputError(
-            f"{path} is truncated: it has {size:,} bytes, and its tensors need {needed:,}"
+            f"{path} is truncated: it has {size:,} bytes, and its tensors need {max(ends):,}"
+        )
+    if [*(start for start, _ in places), size] != ends:
+        raise InputError(
+            f"{path} is damaged: its tensors do not lie one after the other to its end"
         )
     return found
 

@@ -59,12 +59,17 @@ def read_csv(path):
     return from_csv(path.read_text(encoding="utf-8-sig"), name=path.stem)
 
 
+def fix_of(error):
+    """Return what to do about a file with this ScheduleError, which names a row if there is one."""
+    return "mend that row" if "rank" in str(error) else "name a CSV file with a row per rank"
+
+
 def read_schedule(path, num_ranks):
     """Return the schedule in a CSV file, or reject it and name the wrong rank and action."""
     try:
         schedule = check_legal(read_csv(path))
     except ScheduleError as error:
-        raise SystemExit(f"{path}: {error}; mend that row") from None
+        raise SystemExit(f"{path}: {error}; {fix_of(error)}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
         raise SystemExit(
