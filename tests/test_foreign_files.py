@@ -165,4 +165,3 @@ def test_names_in_a_recording_command_no_terminal(tmp_path, monkeypatch, capsys)
     assert compare_logs.main() == 1
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and r"another \x1b[2J w on" in said and said.isascii()
-

@@ -67,7 +67,8 @@ def check_is_text(content, source):
             f"--data: {source} is not text in UTF-8; convert it, or name the text from which it was "
             "made"
         )
-    if is_object(content.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0]):
+    start = content.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start.startswith(b"{") and is_object(start.partition(b"\n")[0]):
         raise DataError(
             f"--data: {source} has JSON lines, and their braces would be learnt, too; make tokens of "
             "their texts with the course's prepare_data.py, and name its folder"
