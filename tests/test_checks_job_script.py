@@ -121,7 +121,7 @@ def test_job_scripts_that_do_not(capsys, before, after, sentence):
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("bash -c 'exec \"${PYTHON}\" \"$@\"' rank \"$@\"", "Right: "),
+        ('bash -c \'exec "${PYTHON}" "$@"\' rank "$@"', "Right: "),
         ('python3 "$@"', "any other Python may lack torch"),
         ('"$PYTHON" source_code/gpipe.py "$@"', "names source_code/gpipe.py itself"),
     ],

@@ -4,7 +4,6 @@
 import argparse
 import math
 import os
-from pathlib import Path
 
 MOST_DIGITS = 30  # Python converts no more than 4300, and no size has more than ten
 
@@ -44,12 +43,6 @@ class Parser(argparse.ArgumentParser):
                 raise SystemExit(f"{name} is empty text; give it a value, or leave it out")
         return arguments
 
-    def _get_value(self, action, text):
-        """Convert a word; a number in other digits than 0 to 9, which float() takes, is rejected."""
-        if action.type not in (None, Path) and not text.isascii():
-            raise argparse.ArgumentError(action, f"must be written in ASCII, not '{text}'")
-        return super()._get_value(action, text)
-
     def error(self, message):
         raise SystemExit(message.removeprefix("argument ") + "; --help lists the flags")
 
@@ -67,7 +60,7 @@ def positive_integer(text):
 def positive_number(text):
     """Convert a flag's value to a finite number above zero."""
     try:
-        value = float(text)
+        value = float(text) if text.isascii() else math.nan  # float() takes digits of any script
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
