@@ -39,7 +39,8 @@ seconds_left() {
 }
 
 for name in COURSE_GPUS_PER_NODE COURSE_RANKS_PER_NODE; do
-    [[ ${!name} =~ ^[0-9]*$ ]] || wrong_value $name "it must be a whole number"
+    [[ ${!name} =~ ^(0|[1-9][0-9]{0,2})?$ ]] ||
+        wrong_value $name "it must be a whole number below 1000"
 done
 [[ $COURSE_GPU_TYPE != *[[:space:]:=]* ]] ||
     wrong_value COURSE_GPU_TYPE "it is one word, the a100 of gpu:a100:4, without the number"
@@ -54,8 +55,8 @@ if [ -n "$COURSE_MODULES" ]; then
 fi
 
 read -ra PYTHON <<<"$COURSE_CONTAINER"
-if [ -n "$COURSE_CONTAINER" ] && ! type -P "${PYTHON[0]}" >/dev/null; then
-    wrong_value COURSE_CONTAINER "there is no program ${PYTHON[0]} on $(hostname)"
+if [ -n "$COURSE_CONTAINER" ] && ! type -P "${PYTHON[0]:-}" >/dev/null; then  # of blanks only, it has no word
+    wrong_value COURSE_CONTAINER "there is no program '${PYTHON[0]:-}' on $(hostname)"
 fi
 if [ -n "$COURSE_PYTHON" ]; then
     PYTHON+=("$COURSE_PYTHON")
@@ -75,7 +76,10 @@ if [ -n "$COURSE_INTERFACE" ]; then
     export GLOO_SOCKET_IFNAME=$COURSE_INTERFACE NCCL_SOCKET_IFNAME=$COURSE_INTERFACE
 fi
 
-: "${SLURM_JOB_ID:?is not set: start a job script with sbatch, as in: sbatch slurm/train.sbatch gpipe.py}"
+[[ ${SLURM_JOB_ID:-} =~ ^[1-9][0-9]*$ ]] || {  # a folder of this name is removed below
+    echo "SLURM_JOB_ID is no job's number: start a job script with sbatch, as in: sbatch slurm/train.sbatch gpipe.py" >&2
+    exit 2
+}
 RANKS_PER_NODE=${COURSE_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-2}}
 # The first node of the list. The ranks of a pipeline are numbered along it.
 HEAD=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}

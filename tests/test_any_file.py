@@ -224,6 +224,17 @@ def test_a_wall_takes_as_long_as_there_are_lines():
     assert (place.attempts, place.since, place.stuck) == (400_000, 1.0, True)
 
 
+@pytest.mark.parametrize("line", [b"", b"1"])
+def test_a_file_of_more_lines_than_fit_is_skipped_and_costs_the_others_nothing(tmp_path, line):
+    (tmp_path / "ada.jsonl").write_text(GOOD)
+    (tmp_path / "bob.jsonl").write_bytes((line + b"\n") * (progress.MOST_LINES + 1))
+    people, skipped = progress.read_progress(tmp_path)
+    assert [*people] == ["ada"]
+    assert skipped == ["bob.jsonl has too many lines for a file of progress"]
+    record = {"exercise": "", "outcome": progress.RIGHT, "time": 0}  # no line of a check is shorter
+    assert len(json.dumps(record)) * progress.MOST_LINES >= progress.MOST_BYTES
+
+
 def test_a_wall_shows_the_others_beside_numbers_and_texts_of_any_kind(tmp_path):
     room, shown = tmp_path / "room", tmp_path / "wall"
     room.mkdir(), shown.mkdir()

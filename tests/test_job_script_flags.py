@@ -32,10 +32,10 @@ def job(tmp_path):
         "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "17",
     }  # fmt: skip
 
-    def run(script, *words):
+    def run(script, *words, **changed):
         ended = subprocess.run(
             ["bash", ROOT / "slurm" / script, *words],
-            env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+            env={**variables, **changed}, cwd=tmp_path, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         said = tmp_path / "words"
         called = said.read_text().splitlines() if said.exists() else []
@@ -63,6 +63,44 @@ def test_a_sweep_over_what_is_no_number_is_one_sentence(job, number):
     status, called, said = job("sweep.sbatch", number, "--", "gpipe.py", "--pace", "80", "160")
     assert status == 2 and f"'{number}' is not a number of micro-batches" in said
     assert said.count("\n") == 1 and not any(word.endswith("srun") for word in called)
+
+
+COURSE_S_OWN = sorted(
+    {path.name for path in (ROOT / "slurm").glob("*.sbatch")} - {"program.sbatch"}
+)
+
+
+@pytest.mark.parametrize("script", COURSE_S_OWN)
+def test_a_job_script_that_is_submitted_elsewhere_says_from_where(job, tmp_path, script):
+    status, called, said = job(script, "gpipe.py", SLURM_SUBMIT_DIR=str(tmp_path / "bin"))
+    assert (status, called) == (2, []) and said.count("\n") == 1
+    assert f"{tmp_path}/bin is not the course's own folder" in said
+
+
+@pytest.mark.parametrize("signal", ["USR1", "USR1@08", "B:USR1@030"])
+def test_a_lead_may_be_left_out_or_begin_with_a_zero(job, signal):
+    status, called, said = job("checkpointed.sbatch", SBATCH_SIGNAL=signal)
+    assert (status, said) == (0, "") and "--checkpoints" in called
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("COURSE_RANKS_PER_NODE", "00", "must be a whole number below 1000"),
+        ("COURSE_RANKS_PER_NODE", "9" * 20, "must be a whole number below 1000"),
+        ("COURSE_GPUS_PER_NODE", "010", "must be a whole number below 1000"),
+        ("COURSE_CONTAINER", "'  '", "COURSE_CONTAINER=   is wrong: there is no program"),
+        ("SLURM_JOB_ID", "../..", "SLURM_JOB_ID is no job's number: start a job script"),
+        ("SLURM_JOB_ID", "", "SLURM_JOB_ID is no job's number: start a job script"),
+    ],
+)
+def test_what_a_shell_would_count_with_is_a_number(job, tmp_path, name, value, sentence):
+    changed = {"SLURM_JOB_ID": value} if name == "SLURM_JOB_ID" else {}
+    with open(tmp_path / "site.env", "a") as site:
+        site.write("" if changed else f"{name}={value}\n")
+    status, called, said = job("train.sbatch", "gpipe.py", **changed)
+    assert status == 2 and sentence in said and said.count("\n") == 1
+    assert not any(word.endswith("srun") for word in called)
 
 
 def test_make_takes_a_folder_with_a_space_as_one_and_does_not_make_it():

@@ -5,6 +5,7 @@ The environments are drawn with seeds: FUZZ_INPUTS of them, which is 200 unless 
 
 import contextlib
 import io
+import json
 import os
 import random
 import re
@@ -191,6 +192,17 @@ def test_a_script_says_it_before_the_first_message_and_without_a_traceback(
         said = capsys.readouterr().err
         assert ended.value.code == 2
         assert re.fullmatch(r"(RANK|MASTER_ADDR) .*\n", said), said
+
+
+def test_a_pipe_for_torchrun_s_reason_is_not_waited_for(tmp_path, monkeypatch, capsys):
+    reason, pipe = tmp_path / "error.json", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for file in (reason, pipe):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        with pytest.raises(SystemExit), in_one_sentence():
+            raise SystemExit("--steps is wrong")
+    assert json.loads(reason.read_text())["message"]["message"] == "--steps is wrong"
+    assert capsys.readouterr().err == "--steps is wrong\n" * 2
 
 
 def test_an_interrupt_prints_one_word_and_any_other_exception_its_traceback(monkeypatch, capsys):

@@ -21,6 +21,7 @@ OFF = "off"
 REACHED, TRIED, RIGHT = "not attempted", "not yet", "right"
 OUTCOMES = (REACHED, TRIED, RIGHT)
 MOST_BYTES = 5_000_000  # of a file; a week's notes of one person are far smaller
+MOST_LINES = MOST_BYTES // 40  # a line has more bytes; millions of empty ones would stop the wall
 LATEST = 1e11  # seconds since 1970: the year 5138
 ROOT = Path(__file__).resolve().parents[2]
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe must not block
@@ -103,6 +104,9 @@ def read_progress(folder):
             *lines, _ = file.read_bytes().split(b"\n")
         except OSError as error:
             skipped.append(f"{file.name} cannot be read: {error.strerror}")
+            continue
+        if len(lines) > MOST_LINES:
+            skipped.append(f"{file.name} has too many lines for a file of progress")
             continue
         records = [record for record in map(read_line, lines) if record]
         damaged = len(lines) - len(records)

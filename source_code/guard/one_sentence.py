@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from files.inputs import InputError
-from files.outputs import not_written
+from files.outputs import not_written, write_whole
 from guard.launcher import LauncherError, read_ranks
 from guard.printing import keep_running_unheard
 
@@ -103,7 +103,7 @@ def tell_launcher(sentence):
     if file:
         reason = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):  # the sentence is on standard error already
-            Path(file).write_text(json.dumps({"message": reason}))
+            write_whole(file, json.dumps({"message": reason}))
 
 
 def shortened(sentence):
