@@ -26,7 +26,7 @@ from ranks import run_on_ranks
 from saved_models import write_model
 
 from course import launch, progress
-from extensions.checkpointing import checkpoint_folder
+from extensions.checkpointing import checkpoint, checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError
 from extensions.inference import saved_model
 from extensions.pretraining import metrics
@@ -41,7 +41,7 @@ from guard.launcher import LauncherError
 from lab.flight_log import FlightLog
 from lab.flight_log_reader import RUN_FILE
 from pipeline.data import DataError
-from pipeline.job import join_job
+from pipeline.job import Job, join_job
 from pipeline.model import ModelConfig
 from pipeline.schedules import build_schedule
 
@@ -214,6 +214,29 @@ def test_bytes_are_not_the_tokens_of_a_model_with_a_tokenizer(tmp_path, monkeypa
 
 
 # At the same time.
+
+
+def test_a_job_that_looked_before_another_saved_does_not_mix_its_run_with_the_other(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checkpoint.dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(checkpoint.Checkpoints, "first", lambda self, problem: problem)
+    job = Job(0, 1, torch.device("cpu"), "gloo", 1.0)
+    second = checkpoint_folder.Checkpoint(tmp_path, "run-0001", 2, {"files": {}})
+
+    def told(run, begin):
+        checkpoints = checkpoint.Checkpoints(job, tmp_path, run, begin)
+        problem = checkpoints.prepare()
+        checkpoints.claim.close()
+        return problem
+
+    assert told("run-0001", None) is None
+    for step in (1, 2):
+        (tmp_path / "run-0001" / f"step-0000000{step}").mkdir(parents=True)
+    assert told("run-0001", second) is None and told("run-0002", second) is None
+    (tmp_path / "run-0001" / "step-00000003").mkdir()
+    for begin in (None, second):
+        assert "another job has saved there meanwhile" in told("run-0001", begin)
 
 
 def test_a_checkpoint_that_vanishes_while_it_is_looked_at_is_followed_by_the_next(monkeypatch):

@@ -26,6 +26,7 @@ from extensions.checkpointing.checkpoint_folder import (
     CheckpointError,
     begin_writing,
     check_files,
+    check_unchanged,
     claim,
     describe_files,
     publish,
@@ -245,6 +246,7 @@ class Checkpoints:
         try:
             if self.job.rank == 0:
                 self.claim = claim(self.folder)
+                check_unchanged(self.folder, self.run, self.begin)
                 remove_leftovers(self.folder)
             if self.begin:
                 # Each rank checks a share of the files, so that no rank reads all of them.

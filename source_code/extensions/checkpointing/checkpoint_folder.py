@@ -385,3 +385,12 @@ def claim(folder):
         return lock_folder("--checkpoints", folder)[0]
     except ClaimError as error:
         raise CheckpointError(str(error)) from None
+
+
+def check_unchanged(folder, run, begin):
+    """Reject a folder in which another job has saved since this one chose `run` and `begin` there."""
+    expected = [begin.step] if begin is not None and begin.run == run else []
+    if steps_of(folder, run)[-1:] != expected:
+        raise CheckpointError(
+            f"--checkpoints {folder}: another job has saved there meanwhile; start this one again"
+        )
