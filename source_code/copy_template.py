@@ -10,7 +10,8 @@ has LICENSE and a README, too: put your name on what you change. A copy leaves o
 calls of the lab (--with-lab keeps them, in a folder), and with --schedules the files and rows of
 all other schedules but the script's default. --bare also leaves out the guard, the two lines with
 which bad input and lost ranks are named in one sentence. A copy in one file is bare, and leaves out
-the imports of the course's modules, because their code is then in the same file.
+the imports of the course's modules, because their code is then in the same file. Only scripts that
+are short enough to be read as one file are copied so.
 """
 
 import ast
@@ -46,6 +47,7 @@ TRIED_BY_TORCH = set(
     "pydot pynvml redis sniffio socksio torchcomms torchdistx trio triton z3".split()
 )
 JOB_SCRIPT = ROOT / "slurm" / "program.sbatch"
+MOST_LINES = 1500  # of a copy in one file
 LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0"
 README = """\
 # A copy of {script}
@@ -342,16 +344,19 @@ def place_of(names, modules):
 
 def one_file(destination, modules):
     """{path: text} of a copy in one file: docstring, imports, and the code, the script's last."""
-    check_names(modules)
     script = modules[-1]
     docstring = ast.get_source_segment(script.text, script.body[0])  # --help shows it
     sections = [f"{LICENCE_LINE}\n{docstring}\n\n{gathered_imports(modules)}"]
     for module in modules:
-        exports = [n for n in module.body if isinstance(n, ast.Assign) and "__all__" in ast.dump(n)]
         comment = module.body[:1] if module is script or not module.meanings else []
-        left_out = [*comment, *exports, *module.own, *module.others, *module.left_out]
+        left_out = [*comment, *module.own, *module.others, *module.left_out]
         sections.append(module.text_without(left_out).removeprefix(LICENCE_LINE).strip())
     text = "\n\n\n".join(filter(None, sections)) + "\n"
+    if (lines := text.count("\n")) > MOST_LINES:
+        raise CannotCopy(
+            f"{script.path} would have {lines:,} lines, too many to read as one file; copy into a folder"
+        )
+    check_names(modules)
     return {destination: text, destination.with_name(TEXT.name): read(SOURCE_CODE / TEXT)}
 
 
