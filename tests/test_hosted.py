@@ -48,7 +48,13 @@ def test_every_lesson_begins_with_the_same_folded_cell_and_no_other_cell_finds_t
 @pytest.fixture
 def copy(tmp_path):
     """A copy of what make_hosted.py reads and writes."""
-    for name in ("tools", "notebooks", "source_code/guard", "source_code/pipeline"):
+    for name in (
+        "tools",
+        "notebooks",
+        "source_code/files",
+        "source_code/guard",
+        "source_code/pipeline",
+    ):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "CITATION.cff", "Makefile", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
