@@ -233,7 +233,7 @@ def with_helpers(monkeypatch):
         (all_reduce_alone, ["no gradient leads back from what leaves the layer"]),
         (no_gradient, ["layer's input is missing", "return a tensor"]),
         (not_a_pair, ["return a pair"]),
-        (the_other_way_round, ["output is 2 times", "the sum is at its entrance, not at its end"]),
+        (the_other_way_round, ["output is 2 times", "the sum is at the layer's entrance"]),
     ],
 )
 def test_the_ends_of_a_layer_are_answered_by_what_two_ranks_computed(ends, words, capsys):

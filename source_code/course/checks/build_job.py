@@ -184,8 +184,8 @@ def _complaint_on_call(text):
     at = next(place for place, found in enumerate(starts) if found)  # srun's words come before it
     if named := [word for word in words[at + 1 :] if word.endswith(".py")]:
         return (
-            f"your script names {named[0]} itself, so the program that it is given is a flag of "
-            f'that one: leave {named[0]} out, "$@" begins with the program'
+            f"your script names {named[0]} itself, so that program runs and the given one is only its "
+            f'argument: leave {named[0]} out, "$@" begins with the program'
         )
     own = options_of(text) | _options_in(called[:at])
     if complaint := _complaint_on_sizes(called, own):

@@ -33,7 +33,7 @@ def held_with_recompute(held):
                 if close(answer, waiting * inp) or close(answer, (waiting - 1) * inp):
                     return f"{case}, the inputs alone; a backward needs the inside of its own"
                 if close(answer, (waiting - 1) * inside + inp):
-                    return f"{case}; those that wait keep an input, and the one at work its inside"
+                    return f"{case}; those that wait keep an input each, and the one at work its inside"
                 if close(answer, waiting * inside):
                     return f"{case}, which is what it holds without recomputation"
                 if close(answer, (waiting - 1) * inp + inside / m):

@@ -57,9 +57,7 @@ def complaint_of(name, factor, of):
     if of == "else":
         return f"{what} is not a multiple of the right one: look at {where}"
     if of == "own" and name == "output" and close(factor, 2):
-        return (
-            f"{what} is 2 times this rank's own share: the sum is at its entrance, not at its end"
-        )
+        return f"{what} is 2 times this rank's own share: the sum is at the layer's entrance, not at its end"
     if of == "own":
         times = "" if close(factor, 1) else f"{factor:g} times "
         return f"{what} is {times}this rank's own share: the sum is missing in {where}"
