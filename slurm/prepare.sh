@@ -56,7 +56,7 @@ fi
 
 read -ra PYTHON <<<"$COURSE_CONTAINER"
 if [ -n "$COURSE_CONTAINER" ] && ! type -P "${PYTHON[0]:-}" >/dev/null; then  # of blanks only, it has no word
-    wrong_value COURSE_CONTAINER "there is no program '${PYTHON[0]:-}' on $(hostname)"
+    wrong_value COURSE_CONTAINER "there is no program ${PYTHON[0]:-''} on $(hostname)"
 fi
 if [ -n "$COURSE_PYTHON" ]; then
     PYTHON+=("$COURSE_PYTHON")
