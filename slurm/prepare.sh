@@ -77,7 +77,7 @@ if [ -n "$COURSE_INTERFACE" ]; then
 fi
 
 [[ ${SLURM_JOB_ID:-} =~ ^[1-9][0-9]*$ ]] || {  # a folder of this name is removed below
-    echo "SLURM_JOB_ID is no job's number: start a job script with sbatch, as in: sbatch slurm/train.sbatch gpipe.py" >&2
+    echo "SLURM_JOB_ID is not the number of a job: start a job script with sbatch, as in: sbatch slurm/train.sbatch gpipe.py" >&2
     exit 2
 }
 RANKS_PER_NODE=${COURSE_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-2}}

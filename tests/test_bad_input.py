@@ -390,6 +390,16 @@ def test_a_rank_refuses_before_it_looks_for_the_others(rank):
     assert ended.stderr.count("\n") == 1 == ended.stderr.count("--layers")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_of_a_node_speaks_at_once_and_another_after_a_wait(
+    refusal, monkeypatch, rank
+):
+    waited = []
+    monkeypatch.setattr(one_sentence.time, "sleep", waited.append)
+    refusal("gpipe", "--learning-rate", "0", rank=rank, ranks=2)
+    assert waited == [one_sentence.WAIT] * rank
+
+
 def test_torchrun_begins_and_ends_with_the_sentence_and_shows_no_traceback_of_the_course():
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     ended = start(*launcher, "source_code/gpipe.py", "--learning-rate", "0")

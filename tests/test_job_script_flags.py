@@ -90,8 +90,8 @@ def test_a_lead_may_be_left_out_or_begin_with_a_zero(job, signal):
         ("COURSE_RANKS_PER_NODE", "9" * 20, "must be a whole number below 1000"),
         ("COURSE_GPUS_PER_NODE", "010", "must be a whole number below 1000"),
         ("COURSE_CONTAINER", "'  '", "COURSE_CONTAINER=   is wrong: there is no program"),
-        ("SLURM_JOB_ID", "../..", "SLURM_JOB_ID is no job's number: start a job script"),
-        ("SLURM_JOB_ID", "", "SLURM_JOB_ID is no job's number: start a job script"),
+        ("SLURM_JOB_ID", "../..", "SLURM_JOB_ID is not the number of a job"),
+        ("SLURM_JOB_ID", "", "SLURM_JOB_ID is not the number of a job"),
     ],
 )
 def test_what_a_shell_would_count_with_is_a_number(job, tmp_path, name, value, sentence):

@@ -4,17 +4,7 @@ import ast
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "source_code"
-PACKAGES = (
-    "small",
-    "pipeline",
-    "files",
-    "guard",
-    "lab",
-    "extensions",
-    "planning",
-    "course",
-    "broken",
-)
+PACKAGES = tuple("small pipeline files guard lab extensions planning course broken".split())
 BY_TOPIC = ("extensions", "course")  # packages whose folders and files are topics
 SCRIPTS = "the scripts"
 
