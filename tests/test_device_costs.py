@@ -24,8 +24,6 @@ from extensions.checkpointing.checkpoint import Training
 from extensions.data_parallel import replicas as replicas_module
 from extensions.data_parallel.replicas import AllReduce, Replicas, SumInBuckets
 from extensions.data_parallel.sharded_optimizer import ShardedOptimizer, own_rows
-from extensions.optimization import compiling
-from extensions.optimization.compiling import compile_layers
 from extensions.optimization.learning_rate import ConstantRate
 from extensions.optimization.mixed_precision import NormOf16Bits, frugal_norm
 from extensions.pretraining import cut_by_time as timed
@@ -361,36 +359,6 @@ def test_a_part_that_is_built_in_16_bits_leaves_the_type_of_other_buffers():
     assert part.cosine.dtype == part.embedding.weight.dtype == torch.bfloat16
 
 
-# Compiled layers.
-
-
-@pytest.mark.further
-def test_four_layers_are_one_compiled_graph_and_compute_what_they_did():
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs = []
-
-    def note(graph, inputs):
-        graphs.append(graph)
-        return make_boxed_func(graph)
-
-    torch._dynamo.reset()
-    plain, compiled = build_part(CONFIG, 0, 4), build_part(CONFIG, 0, 4)
-    compile_layers(compiled, aot_autograd(fw_compiler=note, bw_compiler=note))
-    tokens = torch.arange(8)[None]
-    losses = []
-    for part in (plain, compiled):
-        scores = part(tokens)
-        scores.pow(2).mean().backward()
-        losses.append(scores)
-    assert len(graphs) == 2  # a forward and a backward, for all four
-    assert (losses[0] - losses[1]).abs().max() <= 1e-12
-    for one, other in zip(plain.parameters(), compiled.parameters()):
-        assert (one.grad - other.grad).abs().max() <= 1e-12
-    assert list(plain.state_dict()) == list(compiled.state_dict())
-
-
 # Cuts.
 
 
@@ -449,8 +417,6 @@ def test_finetune_cuts_by_counted_work(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--compile eager --schedule zb-h1", "--compile with --schedule zb-h1"),
-        ("--compile eager --recompute selective", "--recompute none"),
         ("--cut even", "--cut"),
     ],
 )
@@ -458,9 +424,3 @@ def test_a_bad_combination_is_rejected_in_one_sentence_that_names_the_flag(flags
     with pytest.raises(SystemExit) as ended:
         flags_of(pretrain_llama, f"{SMALL} {flags}", ranks=4)
     assert words in ended.value.code and "\n" not in ended.value.code
-
-
-def test_compile_without_a_compiler_is_rejected():
-    with mock.patch.object(compiling, "has_compiler", lambda: False):
-        with pytest.raises(SystemExit, match="a C\\+\\+ compiler"):
-            flags_of(pretrain_llama, f"{SMALL} --compile")

@@ -229,6 +229,25 @@ def test_a_larger_vocabulary_and_another_loss_are_one_line_each_of_a_copy(tmp_pa
     assert losses[-1] < losses[0] and abs(losses[0] - plain[0]) > 1e-3
 
 
+def test_in_a_copy_of_pretrain_llama_one_line_compiles_the_layers(tmp_path):
+    [line] = re.findall(r"`(\[layer\.compile\(\)[^`]*)`", PAGE.read_text())
+    assert copy("pretrain_llama.py", tmp_path / "mine") == 0
+    stages = tmp_path / "mine" / "extensions" / "pretraining" / "trained_stages.py"
+    made, text = "        masters[index], part = build(*cut[index])\n", stages.read_text()
+    assert text.count(made) == 1
+
+    def train_with(backend):
+        compiled = line.replace("compile()", f"compile(backend={backend!r})")
+        stages.write_text(text.replace(made, f"{made}        {compiled}\n"))
+        more = "--schedule looped-bfs --chunks 2 --recompute stage --sample 1"
+        program = tmp_path / "mine" / "pretrain_llama.py"
+        train(program, program.name, tmp_path, more)  # with --verify
+
+    with pytest.raises(RunFailed, match="no_such_compiler"):  # so layers are compiled
+        train_with("no_such_compiler")
+    train_with("aot_eager")  # which needs no C++ compiler
+
+
 def test_a_bundle_is_the_tensors_and_nothing_else_and_rejects_other_shapes():
     bundle = Bundle((4, 2), (3,), ())
     tensors = torch.randn(5, 4, 2, requires_grad=True), torch.randn(5, 3), torch.randn(5)

@@ -91,8 +91,7 @@ def test_without_the_guard_a_log_that_could_not_be_written_is_no_success(tmp_pat
             ),
             (
                 1,
-                "--schedule looped-bfs --chunks 2 --layers 4 --accumulate 2 --optimizer sgd "
-                "--compile aot_eager",
+                "--schedule looped-bfs --chunks 2 --layers 4 --accumulate 2 --optimizer sgd",
             ),
         ],
         4,

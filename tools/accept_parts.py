@@ -177,11 +177,10 @@ def training(part, machine):
     """
     part.columns = ["program", "ranks", "tokens per second", "MFU, %", "a pass, ms"]
     flags = SMALL_TRAINED if machine.small else TRAINED
-    compiled = "" if machine.device == "cpu" else " --compile"
     plain = "../tools/plain_loop.py"
     for _ in range(1 if machine.small else 2):
         for script, ranks in ("pretrain_llama.py", 1), (plain, None), ("pretrain_llama.py", "all"):
-            output = part.run(f"{script} {flags}{compiled}", ranks)
+            output = part.run(f"{script} {flags}", ranks)
             if output:
                 part.rows.append([Path(script).stem, ranks or 1, *rates_in(output)])
     bytes_only = f"{flags} --vocabulary 256"

@@ -31,8 +31,6 @@ def main():
     if not on_gpu:
         torch.set_num_threads(1)  # as a rank of the course
     model = pretrain_llama.build_model_part(a, 0, a.layers, device)
-    if a.compile:
-        model.compile(backend=a.compile)
     optimizer = build_optimizer(
         a.optimizer, model.parameters(), a.learning_rate, **pretrain_llama.ADAMW
     )

@@ -6,7 +6,6 @@ They are the same modules, or the second are copies in 16 bits (see mixed_precis
 
 from functools import partial
 
-from extensions.optimization.compiling import compile_layers
 from extensions.optimization.mixed_precision import computing_copy, hand_over_deferred, refresh
 from extensions.pretraining.cut_by_time import cut_model
 from extensions.pretraining.packing import keep_documents_apart
@@ -37,9 +36,7 @@ def build_stages(arguments, job, schedule, build_model_part, loss_function):
 def part_and_copy(arguments, build_model_part, device, first, last):
     """Layers `first` to `last` - 1 as they are updated, and as they compute: the same, or a copy."""
     master = build_model_part(arguments, first, last, device)
-    part = computing_copy(master, arguments.torch_dtype)
-    compile_layers(part, arguments.compile)
-    return master, part
+    return master, computing_copy(master, arguments.torch_dtype)
 
 
 def update_copies(stages, masters):

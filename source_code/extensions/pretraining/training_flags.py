@@ -3,7 +3,6 @@
 
 import torch
 
-from extensions.optimization.compiling import add_compile_flag, check_compile
 from extensions.optimization.update import add_update_flags
 from extensions.pretraining.cut_by_time import add_cut_flag, complete_cut
 from extensions.pretraining.epochs import take_epochs
@@ -24,7 +23,6 @@ def add_training_flags(parser, warm_up_steps):
     add("--shuffle", action="store_true", help="each row once per epoch, not drawn with repeats")
     add_schedule_flags(parser, default="1f1b")
     add_cut_flag(parser)
-    add_compile_flag(parser)
     add("--recompute", choices=list(MODES), default="none", help="what runs forward a second time")
     add_update_flags(parser, warm_up_steps)
 
@@ -62,7 +60,6 @@ def default_dtype(device):
 
 
 def check_training_flags(arguments, schedule):
-    """Reject what cannot be compiled, computed or cut; choose a cut by counted work, and epochs."""
+    """Reject what cannot be computed or cut; choose a cut by counted work, and epochs."""
     take_epochs(arguments)
-    check_compile(arguments, schedule)
     complete_cut(arguments, schedule.num_stages)
