@@ -28,9 +28,10 @@ from saved_models import write_model
 from course.failed_run import RunFailed
 from course.followed_run import follow
 from course.launch import ROOT, SCRIPTS, WarmRanks, _wait_for_fork_server
-from guard import agreement, presence
+from guard import agreement, meeting, presence
 from guard.agreement import Disagreement, agree, checksum_of, settings_of, version
 from guard.around_main import attached
+from guard.free_port import free_port
 from guard.meeting import find_store, is_loopback
 from guard.presence import guarded_meeting
 from pipeline.job import GRACE, SLOW_START, Job, join_job, of_this_attempt
@@ -332,6 +333,26 @@ def test_a_rank_that_another_program_answers_ends_with_one_sentence():
         )  # fmt: skip
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1
     assert f"rank 1 has no answer from rank 0 at 127.0.0.1:{port}" in ended.stderr
+
+
+def test_a_rank_0_that_is_told_another_machine_s_address_ends_in_seconds(monkeypatch):
+    address = "198.51.100.1"  # of no machine: RFC 5737
+    for name, value in {"MASTER_ADDR": address, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(meeting, "GRACE", 1)
+    monkeypatch.setattr(meeting, "open_store", lambda *_: pytest.fail("it tries for a minute"))
+    monkeypatch.setattr(meeting, "end_process", lambda sentence, *_: sys.exit(sentence))
+    with pytest.raises(SystemExit, match=f"rank 0 cannot listen at {address}.*; set MASTER_ADDR"):
+        find_store(Job(0, 2, torch.device("cpu"), "gloo", TIMEOUT))
+
+
+def test_a_rank_0_behind_a_translated_address_is_reached(monkeypatch):
+    """No interface has the address, and connections to it come back."""
+    connect = socket.create_connection
+    monkeypatch.setattr(
+        socket, "create_connection", lambda place, **more: connect(("127.0.0.1", place[1]), **more)
+    )
+    meeting.check_reaches_itself("198.51.100.1", free_port())
 
 
 def test_a_torchrun_on_a_loaded_machine_may_answer_as_late_as_a_rank_may_start(monkeypatch):

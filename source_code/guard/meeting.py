@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from ipaddress import ip_address
@@ -57,6 +57,8 @@ def find_store(job):
     try:
         if not is_keeper:  # torchrun listens before it starts ranks, so it must answer
             wait_for_listener(job, address, port, GRACE if of_launcher else limit)
+        elif not is_loopback(address):
+            check_reaches_itself(address, port)
         # torch's store waits for ever if another program listens at its port and says nothing.
         asked = f"rank {job.rank} has no answer from {keeper} at {address}:{port}"
         with ended_after(limit + GRACE, end_process, f"{asked}; {advice}"):
@@ -128,6 +130,21 @@ def wait_for_listener(job, address, port, limit):
                     waited = f"rank {job.rank} waited {job.timeout:g} s for rank 0 to start"
                     end_process(f"{waited}: {stopped}", partial(end_siblings, processes))
             time.sleep(0.02)
+
+
+def check_reaches_itself(address, port):
+    """Raise OSError if the address is another machine's: torch's store would try it for a minute.
+
+    No interface has an address that is translated on the way, and yet connections to it arrive.
+    """
+    family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as own:
+        own.bind((place[0], 0, *place[2:]))
+        return
+    with socket.create_server(("", port), family=family) as listening:
+        listening.settimeout(GRACE)
+        with socket.create_connection((address, port), timeout=GRACE):
+            listening.accept()[0].close()
 
 
 @contextmanager
