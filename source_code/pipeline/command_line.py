@@ -60,7 +60,8 @@ def positive_integer(text):
 def positive_number(text):
     """Convert a flag's value to a finite number above zero."""
     try:
-        value = float(text) if text.isascii() else math.nan  # float() takes digits of any script
+        # float() takes digits of any script, and 1_0 for 10.
+        value = float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
