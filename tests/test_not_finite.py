@@ -13,13 +13,17 @@ import pytest
 import torch
 from further import first_of
 from ranks import run_on_ranks
+from saved_models import write_model
 
 from course.failed_run import RunFailed
 from course.launch import run
 from extensions.checkpointing import checkpoint_folder
 from extensions.optimization.clipping import norm_of
 from extensions.optimization.finite import find_not_finite
+from extensions.real_models.saved_folder import read_model
+from extensions.real_models.tensor_files import write_tensors
 from extensions.tensor_parallel import sharded_training
+from files.inputs import InputError
 from files.outputs import json_line
 from guard.sizes import check_rate
 from pipeline.job import join_job
@@ -91,6 +95,18 @@ def strict_rows(file):
         raise ValueError(constant)
 
     return [json.loads(line, parse_constant=not_json) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_saved_model_with_a_number_that_is_not_finite_is_named_when_it_is_loaded(tmp_path, value):
+    model = read_model(write_model(tmp_path / "model"), 8)
+    model.build_part(0, 4, torch.float32, "cpu")
+    tensors = {name: stored.read() for name, stored in model.tensors.items()}
+    tensors["model.norm.weight"][3] = value
+    write_tensors(tmp_path / "model/model.safetensors", tensors)
+    model.build_part(0, 3, torch.float32, "cpu")  # another rank's layers
+    with pytest.raises(InputError, match="model.norm.weight was saved with a number that is not"):
+        model.build_part(3, 4, torch.float32, "cpu")
 
 
 @pytest.mark.processes

@@ -36,13 +36,24 @@ class SavedModel:
         """Read the parameter with the course's name `name` from its file."""
         return self.tensors[self.stored_name(name)].read()
 
+    def finite_weight(self, name):
+        """Read it as `weight` does. Raises InputError if a number in it is not finite."""
+        weight, stored = self.weight(name), self.stored_name(name)
+        least, largest = weight.aminmax()  # both are nan if one number is
+        if not (least.isfinite() and largest.isfinite()):
+            raise InputError(
+                f"{self.tensors[stored].path}: {stored} was saved with a number that is not finite; "
+                f"{AGAIN}, or name another model"
+            )
+        return weight
+
     def stored_name(self, name):
         """Return its name in the files; a tied head is stored as the embedding."""
         return name_in_file("embedding.weight" if is_tied_copy(self.settings, name) else name)
 
     def build_part(self, first, last, dtype, device):
         """Build layers `first` to `last` - 1 with their weights; no other tensor is read."""
-        return fill_part(lay_out(self.settings, first, last), self.weight, dtype, device)
+        return fill_part(lay_out(self.settings, first, last), self.finite_weight, dtype, device)
 
 
 def is_tied_copy(settings, name):
