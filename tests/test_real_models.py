@@ -619,6 +619,7 @@ SPOILED = [
     ("another folder", "weight_map"),
     ("pipe", "not a regular file"),
     ({"model_type": "gpt2"}, "model_type is gpt2"),
+    ({"model_type": "qwen2"}, "q_proj.bias, which config.json wants; use the config.json of these"),
     ({"intermediate_size": 96}, "has the shape"),
     ({"hidden_size": 0}, "hidden_size"),
     ({"num_key_value_heads": 3}, "heads"),

@@ -75,7 +75,10 @@ def read_model(folder, seq_len):
     for name, layout in layouts.items():
         stored = model.tensors.get(model.stored_name(name))
         if stored is None:
-            raise InputError(f"{folder} has no tensor {model.stored_name(name)}; {AGAIN}")
+            raise InputError(
+                f"{folder} has no tensor {model.stored_name(name)}, which {CONFIG_FILE} wants; use the "
+                f"{CONFIG_FILE} of these weights, or, if a file is missing, {AGAIN}"
+            )
         if stored.shape != tuple(layout.shape):
             raise InputError(
                 f"{stored.path}: {model.stored_name(name)} has the shape {stored.shape}, and "
