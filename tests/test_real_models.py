@@ -428,6 +428,7 @@ def test_an_integer_of_more_than_64_bits_is_a_number_of_the_rotary_embedding(tmp
     path = saved_config_file(tmp_path, kind)
     said = json.loads(path.read_text())
     named = {name: 10**25 for name in said["rope_parameters"] if name != "rope_type"}
+    named["low_freq_factor"] = 10**24  # below high_freq_factor; other types do not read it
     path.write_text(json.dumps({**said, "rope_parameters": {"rope_type": kind, **named}}))
     assert frequencies(read_settings(tmp_path, 64)[0])[0] >= 0
 
@@ -628,6 +629,7 @@ SPOILED = [
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is yarn"),
     ({"rope_scaling": [1]}, "rope_scaling"),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+    ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "not below high_freq_factor"),
     ({"rms_norm_eps": "small"}, "rms_norm_eps"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
     ({"hidden_size": 2**31, "head_dim": 8}, "hidden_size"),  # more bytes than 64 bits count

@@ -196,4 +196,9 @@ def rotary_in(path, saved):
                 f"{path}: {name} of the rotary embedding is {str(value)[:40]}; {MENDED}"
             )
         pairs.append((name, float(value)))  # torch takes no integer beyond 64 bits
+    numbers = dict(pairs)
+    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        raise InputError(
+            f"{path}: low_freq_factor of the rotary embedding is not below high_freq_factor; {MENDED}"
+        )
     return pairs[1][1], (pairs[0], *pairs[2:])
