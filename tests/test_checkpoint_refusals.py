@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import sys
 from itertools import product
 from pathlib import Path
@@ -251,6 +252,16 @@ def test_a_folder_whose_number_is_written_in_another_way_is_no_checkpoint(saved,
     (saved / "run-0001" / name).mkdir(parents=True)
     (saved / "latest").unlink()
     assert checkpoint_folder.find_checkpoint(saved).name == "run-0001/step-00000010"
+
+
+@pytest.mark.parametrize("digits", [15, 16, 60])
+def test_a_new_run_behind_one_with_a_huge_number_is_found_again(saved, monkeypatch, digits):
+    (saved / "run-0001").rename(saved / f"run-{'9' * digits}")
+    run = parse(monkeypatch, "--checkpoints", str(saved), "--fresh").run
+    assert run == f"run-1{'0' * digits}"
+    shutil.copytree(saved / f"run-{'9' * digits}", saved / run)
+    checkpoint_folder.write_line(saved, "latest", f"{run}/step-00000010")
+    assert checkpoint_folder.find_checkpoint(saved).name == f"{run}/step-00000010"
 
 
 @pytest.mark.parametrize("content", [b"run-0009/step-00000001\n", b"", b"..", b"\xff\xfe", None])

@@ -41,7 +41,7 @@ WRITING, DELETING = ".writing-", ".deleting-"
 LARGEST_DESCRIPTION = 16 * MEBIBYTE
 LONGEST_NAME = 4096  # bytes in the file `latest`
 # Only names as they are written: step-000000020 would count as step 20, which has another name.
-STEP, RUN = "step-([0-9]{8}|[1-9][0-9]{8,15})", "run-([0-9]{4}|[1-9][0-9]{4,15})"
+STEP, RUN = "step-([0-9]{8}|[1-9][0-9]{8,15})", "run-([0-9]{4}|[1-9][0-9]{4,})"
 COUNTS = "--layers", "--dim", "--heads", "--kv-heads", "--vocabulary", "--seq-len"
 
 
@@ -109,12 +109,12 @@ def current_run(folder):
     latest = Path(folder) / "latest"
     if os.path.lexists(latest):
         try:
-            run = " ".join(read_text(latest, LONGEST_NAME).split("/")[0].split())[:40]
+            run = " ".join(read_text(latest, LONGEST_NAME).split("/")[0].split())
         except InputError:
             run = "something unreadable"
         if run not in runs_of(folder) or not steps_of(folder, run):
             raise CheckpointError(
-                f"--checkpoints {folder}: latest names {run}, where no checkpoint is; remove latest to "
+                f"--checkpoints {folder}: latest names {run[:40]}, where no checkpoint is; remove latest to "
                 "continue the last run that has one"
             )
         return run
