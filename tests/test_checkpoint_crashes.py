@@ -6,6 +6,7 @@ that was killed before, so that each crash also meets what the crashes before it
 """
 
 import functools
+import io
 import os
 import random
 import re
@@ -13,7 +14,7 @@ import shlex
 import shutil
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr
 from pathlib import Path
 from unittest import mock
 
@@ -307,7 +308,8 @@ def train_with_little_room(rank, folder, flags, limit):
     with mock.patch.object(
         checkpoint, "reason_of", lambda error: said.append(reason_of(error)) or said[-1]
     ):
-        return train(rank, folder, flags), "; ".join(said)
+        with redirect_stderr(io.StringIO()) as warned:
+            return train(rank, folder, flags), "; ".join(said), warned.getvalue()
 
 
 @pytest.mark.further
@@ -316,15 +318,16 @@ def train_with_little_room(rank, folder, flags, limit):
     first_of([("", 60000), ("--asynchronous", 3000), ("", 3000), ("--asynchronous", 60000)], 2),
 )
 def test_a_full_disk_fails_the_save_in_a_sentence_and_training_and_older_ones_stay(
-    tmp_path, how, limit, capfd
+    tmp_path, how, limit
 ):
     flags = f"--checkpoints {tmp_path / 'saved'} --save-every 2 --keep 1 {how}"
     start(tmp_path, f"{flags} --steps 2")
     ended = run_on_ranks(
         train_with_little_room, RANKS, tmp_path, f"{FLAGS} {flags} --steps 5", limit, timeout=60
     )
-    assert [status for (status, _), _ in ended] == [1, 1]
-    assert all(said and "enforce fail" not in said for _, said in ended)
+    assert [status for (status, _), _, _ in ended] == [1, 1]
+    assert all(said and "enforce fail" not in said for _, said, _ in ended)
+    assert ["after 4 steps was NOT saved" in warned for _, _, warned in ended] == [True, False]
     assert check_folder(tmp_path, 2) == 2
     assert check_losses(tmp_path) == [0, 1, 2, 3, 4]
     assert checkpoint_folder.entries_of(tmp_path / "saved" / "run-0001") == ["step-00000002"]

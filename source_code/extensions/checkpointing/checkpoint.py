@@ -10,6 +10,7 @@ A foreign checkpoint may hold wrong weights, but checkpoint_reader.py never runs
 """
 
 import shutil
+import sys
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -284,10 +285,10 @@ class Checkpoints:
             return f"after the update of step {training.step - 1}, {not_finite}"
         if self.background:
             state = copy_to_host(state)
-            self.pending = self.background.submit(self.write, state, training.step, started)
+            self.pending = self.background.submit(self.try_to_write, state, training.step, started)
         else:
             with self.job.waiting_for_all(f"the checkpoint after {training.step} steps"):
-                self.problem = self.write(state, training.step, started)
+                self.problem = self.try_to_write(state, training.step, started)
         held_up = (time.perf_counter() - started) * 1000
         self.say(f"checkpoint after {training.step} steps: training held up {held_up:.1f} ms")
         return None
@@ -307,6 +308,13 @@ class Checkpoints:
         if self.claim:
             self.claim.close()
 
+    def try_to_write(self, state, step, started):
+        """Call `write`, and say on standard error why it failed. Returns that, too."""
+        problem = self.write(state, step, started)
+        if problem:
+            self.say(f"the checkpoint after {step} steps was NOT saved ({problem})", sys.stderr)
+        return problem
+
     def write(self, state, step, started):
         """Write and publish one checkpoint. Returns None, or on every rank why it failed."""
         temporary = None
@@ -319,7 +327,6 @@ class Checkpoints:
         except CheckpointError as error:
             if self.job.rank == 0 and temporary:
                 shutil.rmtree(temporary, ignore_errors=True)
-            self.say(f"the checkpoint after {step} steps was NOT saved ({error})")
             return str(error)
         self.newest = path
         took = (time.perf_counter() - started) * 1000
@@ -379,6 +386,6 @@ class Checkpoints:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def say(self, text):
+    def say(self, text, stream=None):
         if self.job.rank == 0:
-            print(text, flush=True)
+            print(text, flush=True, file=stream)
