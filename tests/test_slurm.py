@@ -461,7 +461,11 @@ def test_a_site_file_of_another_system_or_an_older_course_is_one_sentence(tmp_pa
 
 @pytest.mark.parametrize(
     ("script", "advice"),
-    [("train.sbatch", "start a job script with sbatch"), ("program.sbatch", "name a program")],
+    [
+        ("train.sbatch", "start a job script with sbatch"),
+        ("program.sbatch", "name a program"),
+        ("sweep.sbatch", "as in: sbatch --array=0-4"),
+    ],
 )
 def test_a_job_script_without_a_job_or_a_program_says_what_to_do(tmp_path, script, advice):
     text = (ROOT / "slurm/site.env").read_text()
