@@ -71,7 +71,7 @@ has_torch="import importlib.util, sys; sys.exit(importlib.util.find_spec('torch'
 TORCHRUN=("${PYTHON[@]}" -m torch.distributed.run)
 
 if [ -n "$COURSE_INTERFACE" ]; then
-    [ -e "/sys/class/net/$COURSE_INTERFACE" ] ||
+    [[ $COURSE_INTERFACE != */* && -e /sys/class/net/$COURSE_INTERFACE/address ]] ||
         wrong_value COURSE_INTERFACE "$(hostname) has $(ls -m /sys/class/net)"
     export GLOO_SOCKET_IFNAME=$COURSE_INTERFACE NCCL_SOCKET_IFNAME=$COURSE_INTERFACE
 fi

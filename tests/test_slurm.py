@@ -405,7 +405,7 @@ def test_a_job_with_a_wrong_site_value_says_which(cluster):
         ("COURSE_RANKS_PER_NODE", "0", "a node needs a rank"),
         ("COURSE_GPU_TYPE", "gpu:a100", "it is one word"),
         ("COURSE_EXCLUSIVE", "no", "it is yes or empty"),
-        ("COURSE_INTERFACE", "ib7", "has .*lo"),
+        *(("COURSE_INTERFACE", name, "has .*lo") for name in ("ib7", "/dev/lo", "../net/lo", "..")),
     ],
 )
 def test_every_wrong_site_value_is_named(tmp_path, name, value, why):
