@@ -13,8 +13,14 @@ if [ ! -f "$site" ]; then
     echo "$site is not there; submit jobs from the course's own folder, or let COURSE_SITE name a file" >&2
     exit 2
 fi
-if LC_ALL=C grep -q $'\r$\|^\xef\xbb\xbf' "$site"; then
+if LC_ALL=C grep -aq $'\r$\|^\xef\xbb\xbf' "$site"; then
     echo "$site was saved as on Windows; mend it: sed -i 's/\r\$//; s/^\xef\xbb\xbf//' $site" >&2
+    exit 2
+fi
+# An apostrophe in a comment may close a quote: the first command finds it, the second UTF-16, too.
+reason=$(LC_ALL=C grep -m 1 -E "^COURSE_[A-Z_]*=[^'\"#]*(\"[^\"]*|'[^']*)$" "$site" || bash -n "$site" 2>&1 || true)
+if [ -n "$reason" ]; then
+    echo "$site cannot be read (${reason%%$'\n'*}); close each quote, and save it as UTF-8" >&2
     exit 2
 fi
 # shellcheck source=slurm/site.env
