@@ -31,7 +31,10 @@ def main():
             except TimelineError as error:
                 print(f"skipped: {error}; run that element again", file=sys.stderr)
     if not timelines:
-        sys.exit(f"{folder} holds no timeline; did an element of the array end well?")
+        sys.exit(
+            f"{folder} holds no timeline; mend what the outputs of the elements name, and submit the "
+            "sweep again"
+        )
     table = table_of(timelines)
     with naming_files(fix="name a folder of yours"):
         write_whole(folder / "sweep.md", table)
