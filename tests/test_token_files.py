@@ -353,6 +353,15 @@ def test_a_flipped_byte_is_found_by_check(make, monkeypatch, capsys):
     assert status == 2 and "held_out" in said and "Traceback" not in said
 
 
+def test_another_tokenizer_in_the_folder_is_found_by_check(make, monkeypatch, capsys):
+    folder = make("--data", DEFAULT_TEXT, "--vocabulary", 300)[2]
+    check_folder(folder)
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace('"!": 0', '"!": 1'))
+    status, said = prepare(monkeypatch, capsys, ["--check", folder])
+    assert status == 2 and "tokenizer.json is not what was written" in said
+
+
 def test_check_takes_no_flag_of_another_task(make, monkeypatch, capsys):
     folder = make("--data", DEFAULT_TEXT)[2]
     status, said = prepare(monkeypatch, capsys, ["--check", folder, "--hold-out", "3"])

@@ -11,13 +11,14 @@ import torch
 from extensions.pretraining.token_files import (
     DTYPE_OF_WIDTH,
     TOKEN_PARTS,
+    TOKENIZER,
     TOKENS_FILE,
     checksum_of_tokens_file,
     map_part,
     place_of_tokens,
     read_tokens_file,
 )
-from files.inputs import MEBIBYTE, InputError, open_input
+from files.inputs import MEBIBYTE, InputError, open_input, read_bytes
 from files.outputs import to_json, write_whole
 
 
@@ -34,7 +35,16 @@ def check_folder(folder):
                 digest.update(block)
         if digest.hexdigest() != entry["sha256"]:
             raise InputError(f"{path} is not what was written")
+    # An older version did not write this one.
+    if description.get("tokenizer_sha256") not in (None, digest_of_tokenizer(folder)):
+        raise InputError(f"{folder / TOKENIZER} is not what was written")
     return description
+
+
+def digest_of_tokenizer(folder):
+    """Return the checksum of a folder's tokenizer.json, or None if its tokens are bytes."""
+    path = Path(folder) / TOKENIZER
+    return hashlib.sha256(read_bytes(path)).hexdigest() if path.exists() else None
 
 
 class TokenWriter:
@@ -88,7 +98,7 @@ def write_tokens_file(folder, writers, width, num_tokens, bytes_per_token, token
     files = {name: entry for one in writers.values() for name, entry in one.entries.items()}
     description = {
         "bytes_per_number": width, "num_tokens": num_tokens, "bytes_per_token": bytes_per_token,
-        "tokenizer": tokenizer, "files": files,
+        "tokenizer": tokenizer, "tokenizer_sha256": digest_of_tokenizer(folder), "files": files,
     }  # fmt: skip
     description["checksum"] = checksum_of_tokens_file(description)
     write_whole(Path(folder) / TOKENS_FILE, to_json(description, indent=1) + "\n")
