@@ -433,7 +433,10 @@ def test_every_wrong_site_value_is_named(tmp_path, name, value, why):
         (lambda text: b"\xef\xbb\xbf" + text, "was saved as on Windows; mend it: sed"),
         (lambda text: text.replace(b"COURSE_GPU_TYPE=\n", b""), "has no COURSE_GPU_TYPE;"),
         (lambda text: b"", "has no COURSE_GPUS_PER_NODE;"),
-        (lambda text: text.replace(b"=gpu\n", b"='gpu\n"), "cannot be read (COURSE_PARTITION='gpu);"),
+        (
+            lambda text: text.replace(b"=gpu\n", b"='gpu\n"),
+            "cannot be read (COURSE_PARTITION='gpu);",
+        ),
         (lambda text: text.replace(b"\n", b"\r\n").decode().encode("utf-16"), "cannot be read ("),
     ],
 )
