@@ -257,6 +257,7 @@ WRONG = {
         ([("    factor", "    if step == 0:\n        factor")], "step 1 is right, so the update after it"),
         ([(".sqrt()", "")], "from the square of the norm"),
         ([("run(schedule.eval, 6)", "run(schedule.eval, 5)")], "which batch was it"),
+        ([("{held_out:.6f}", "{held_out:.4f}")], "was it rounded? Print six decimals"),
         ([("held_out = run(schedule.eval, 6)\n", ""), ("{held_out:", "{loss:")], "batch 6 is"),
         ([("print(f\"held out", "print(f\"later")], "is printed 0 times"),
         ([("loss {held_out:.6f}", "loss {held_out:.6f}  perplexity 3")], "nothing after the number, is printed"),
@@ -273,6 +274,9 @@ WRONG = {
         ([("(ours - theirs).abs()", "(ours - theirs)")], "rank 0 has one number with the wrong sign"),
         ([("    dist.all_reduce(both, dist.ReduceOp.MAX)\n", "")], "each has to learn of the largest"),
         ([(", dist.ReduceOp.MAX", "")], "the sum over the ranks: ask all_reduce for the maximum"),
+        ([("    dist.all_reduce(both, dist.ReduceOp.MAX)\n", "    dist.all_reduce(both[0])\n"
+           "    dist.all_reduce(both[1], dist.ReduceOp.MAX)\n")],
+         "each rank divided its gradients by 8 once more: your ranks return"),
         ([(".nan_to_num(nan=torch.inf)", "")], "rank 1 has a nan among its gradients: rank 0 returns"),
         ([("    both = torch.stack", "    found = [0 * t if f is None else f for f, t in zip(found, right)]\n"
            "    off = off.new_tensor(max((f - t).abs().max().item() for f, t in zip(found, right)))\n"
@@ -300,7 +304,7 @@ WRONG = {
         ([("off = torch.maximum(off, (ours - theirs).abs().max())",
            "off = off + (ours - theirs).abs().sum()")], "the sum of all differences"),
         ([("    dist.all_reduce", "    if both[0] > 1e-9:\n        dist.all_reduce")],
-         "until every rank calls all_reduce, and rank 0 has returned without it"),
+         "has returned without it: a collective is for every rank"),
         ([("    return (both[0] / both[1]).item()", "    both[0]")], "returns None; return a number"),
         ([("    both = torch.stack", "    every = torch.cat([theirs.flatten() for theirs in right])\n"
            "    dist.all_reduce(every)\n    both = torch.stack")],
@@ -534,6 +538,12 @@ def test_a_program_may_make_its_batches_itself(tmp_path, capsys):
     own += f"BATCH, LENGTH, TEXT = {pipeline.BATCH}, {pipeline.LENGTH}, pipeline.TEXT\n"
     own += inspect.getsource(pipeline.batch)
     edit = ("from small.pipeline import batch, build_stage, loss_of\n", own)
+    assert answer_to(tmp_path, capsys, "clipping_program", edit).startswith("Right: ")
+
+
+def test_a_schedule_of_its_own_may_evaluate_in_other_micro_batches(tmp_path, capsys):
+    own = "run(Schedule1F1B(stage, n_microbatches=16, loss_fn=loss_of).eval, 6)"
+    edit = "run(schedule.eval, 6)", own
     assert answer_to(tmp_path, capsys, "clipping_program", edit).startswith("Right: ")
 
 

@@ -1,6 +1,8 @@
 """The checks of lessons 05 and 09 know a stub, the right answer and typical wrong ones."""
 
+import re
 from collections import deque
+from random import Random
 
 import numpy
 import pytest
@@ -109,6 +111,31 @@ def rows_of(schedule):
 def test_fill_the_bubble_explains(rows, sentence, capsys):
     answer = answer_to(lesson_09.fill_the_bubble, capsys, rows)
     assert answer.startswith("Not yet: ") and sentence in answer
+
+
+def moved_at_random(schedule, random):
+    """`schedule`, whose W come anywhere behind their I."""
+    orders = []
+    for order in split_at_once(schedule).orders:
+        moved = [action for action in order if action.kind != "W"]
+        for action in (action for action in order if action.kind == "W"):
+            behind = moved.index(action._replace(kind="I")) + 1
+            moved.insert(random.randint(behind, len(moved)), action)
+        orders.append(tuple(moved))
+    return Schedule("moved", tuple(orders))
+
+
+def test_a_rank_that_is_said_to_wait_does_wait(capsys):
+    random, named = Random(9), 0
+    for _ in range(300):
+        schedule = moved_at_random(one_f_one_b(3, 4), random)
+        answer = answer_to(lesson_09.fill_the_bubble, capsys, rows_of(schedule))
+        if found := re.search(r"so rank (\d) has to wait with (\S+)", answer):
+            events = simulate(schedule, lesson_09.EQUAL).by_rank[int(found[1])]
+            [number] = [n for n, event in enumerate(events) if str(event.action) == found[2]]
+            assert number == 0 or events[number - 1].end < events[number].start, answer
+            named += 1
+    assert named > 10
 
 
 @pytest.mark.parametrize(
@@ -242,6 +269,44 @@ def a_sum(deferred):
     weight.grad += sum(products)
 
 
+def rows_of_a_product(gradient, inputs, weight, deferred):
+    flat = inputs.flatten(0, 1)
+    deferred.append((weight, [gradient[..., out].flatten() @ flat for out in range(len(weight))]))
+    return gradient @ weight
+
+
+def from_rows(deferred):
+    weight, rows = deferred.pop()
+    weight.grad += torch.stack(rows)
+
+
+def a_list_of_numbers(gradient, inputs, weight, deferred):
+    product = numpy.einsum("blo,bli->oi", gradient.numpy(), inputs.numpy())
+    deferred.append((weight, product.tolist()))
+    return gradient @ weight
+
+
+def from_a_list(deferred):
+    weight, product = deferred.pop()
+    weight.grad += torch.tensor(product, dtype=torch.float64)
+
+
+def beginning_anew(gradient, inputs, weight, deferred):
+    weight.grad = torch.zeros_like(weight)
+    return input_half(gradient, inputs, weight, deferred)
+
+
+def forgetting_before(gradient, inputs, weight, deferred):
+    weight.grad = None
+    return input_half(gradient, inputs, weight, deferred)
+
+
+def never_ending(deferred):
+    while deferred:
+        weight, inputs, gradient = deferred[0]
+        weight.grad += gradient.flatten(0, 1).T @ inputs.flatten(0, 1)
+
+
 def side_by_side(gradient, inputs, weight, deferred):
     deferred.append((weight, torch.cat([gradient, inputs], -1)))
     return gradient @ weight
@@ -304,7 +369,7 @@ def with_few_digits(deferred):
 @pytest.mark.parametrize(
     ("halves", "sentence"),
     [
-        ((weights_at_once, weight_half), "has computed the gradient of the weight, too: defer it"),
+        ((weights_at_once, weight_half), "the first half changes weight.grad"),
         ((lambda g, x, w, d: g @ w, weight_half), "nothing is deferred"),
         (
             (lambda g, x, w, d: g, weight_half),
@@ -316,6 +381,11 @@ def with_few_digits(deferred):
         ((input_half, never_forgetting), "a second call would count it twice"),
         ((a_product_for_each_sequence, a_sum), "the first half computes the product gᵀ x, too"),
         ((a_product_of_numpy, a_sum), "the first half computes the product gᵀ x, too"),
+        ((rows_of_a_product, from_rows), "the first half computes the product gᵀ x, too"),
+        ((a_list_of_numbers, from_a_list), "the first half computes the product gᵀ x, too"),
+        ((beginning_anew, weight_half), "the first half changes weight.grad, which has"),
+        ((forgetting_before, weight_half), "the first half changes weight.grad, which has"),
+        ((input_half, never_ending), "weight_half raised TimeoutError"),
         ((side_by_side, apart), "Right: "),
         ((doubling_g, one_entry), "the first half changes the numbers of g or x"),
         ((storing_twice, updating), "the two halves have changed the weight itself"),
@@ -331,11 +401,11 @@ def with_few_digits(deferred):
             (lambda g, x, w, d: (input_half(g, x, w, d),), weight_half),
             "a tensor; yours returns a tuple",
         ),
-        ((input_half, lambda deferred: None), "still has no gradient"),
+        ((input_half, lambda deferred: None), "adds nothing to weight.grad"),
         ((input_half, weight_half), "Right: "),
         ((input_half, one_entry), "Right: "),
         ((storing_the_place, adding_at_the_place), "Right: "),
-        ((input_half, lambda deferred: deferred.pop()), "still has no gradient"),
+        ((input_half, lambda deferred: deferred.pop()), "adds nothing to weight.grad"),
     ],
 )
 def test_split_backward_explains(halves, sentence, capsys):

@@ -110,9 +110,9 @@ FAULTS = [
     ),
     Fault(
         "product-in-the-first-half",
-        "course/checks/lesson_09.py::is_product",
-        "one.abs().max() > 0",
-        "one.abs().max() < 0",
+        "course/checks/lesson_09.py::computes_product",
+        "return any(one and",
+        "return any(not one and",
         "A first half that multiplies for each sequence, and leaves the addition, is accepted.",
         "test_checks_looped_and_zero_bubble.py",
         ("test_split_backward_explains",),

@@ -71,6 +71,7 @@ def meaning(said, ranks, wanted):
         (max(shares), "a share of the largest gradient on one rank, not of the whole model's"),
         (sum(off) / sum(largest), "the sum over the ranks: ask all_reduce for the maximum"),
         (sum(off) / max(largest), "the sum over the ranks: ask all_reduce for the maximum"),
+        (max(added) / max(largest), "the sum of all differences: take the largest one"),
         (sum(added) / max(largest), "the sum of all differences: take the largest one"),
     ]
     if math.isclose(said, wanted, rel_tol=1e-3):

@@ -3,7 +3,7 @@
 
 For each case of WRONG, the ranks take a step with torch.distributed.pipelining on another batch, and
 each also computes the gradients of one process. The reader's function then compares the two, with
-the fault of the case on one rank.
+the fault of the case on one rank or on all.
 """
 
 import torch
@@ -16,18 +16,21 @@ from course.checks.answer import number_in
 from small.pipeline import batch, build_stage, loss_of
 
 RANKS, MICROBATCHES = 3, 4
-WRONG = {  # {fault: (rank that has it, function that puts it into the gradients)}
-    "nothing is wrong": (0, lambda found: found),
+WRONG = {  # {fault: (ranks that have it, function that puts it into the gradients)}
+    "nothing is wrong": ([], lambda found: found),
     "rank 0 has one number with the wrong sign": (
-        0,
+        [0],
         lambda found: [one_turned(found[0]), *found[1:]],
     ),
-    "rank 2 divided its gradients by 8 once more": (2, lambda found: [one / 8 for one in found]),
-    "rank 1 added the batch before": (1, lambda found: [3 * one for one in found]),
-    "rank 1 has None in the place of one gradient": (1, lambda found: [None, *found[1:]]),
+    "each rank divided its gradients by 8 once more": (
+        range(RANKS),
+        lambda found: [one / 8 for one in found],
+    ),
+    "rank 1 added the batch before": ([1], lambda found: [3 * one for one in found]),
+    "rank 1 has None in the place of one gradient": ([1], lambda found: [None, *found[1:]]),
     # Neither first nor last: whether Python's max() keeps a nan depends on its place.
     "rank 1 has a nan among its gradients": (
-        1,
+        [1],
         lambda found: [found[0], found[1] * torch.nan, *found[2:]],
     ),
 }
@@ -38,9 +41,9 @@ def main(_, difference):
     dist.init_process_group("gloo")
     told = []
     gradients = gradients_of_both()  # first, since the reader's function may leave a rank waiting
-    for (case, (wrong_rank, change)), (found, right) in zip(WRONG.items(), gradients):
+    for (case, (wrong_ranks, change)), (found, right) in zip(WRONG.items(), gradients):
         # The other ranks differ by exactly zero: the reader's function must not return early there.
-        given = change(found) if dist.get_rank() == wrong_rank else right
+        given = change(found) if dist.get_rank() in wrong_ranks else right
         # Copies, since the reader's function may compute in place.
         say = difference([g if g is None else g.clone() for g in given], [t.clone() for t in right])
         say = number_in(say)

@@ -2,9 +2,8 @@
 """Runs a reader's whole program on this rank; build_library.py reads what it prints.
 
 The text of the program is not changed. Each rank reports each stage that it makes, as [index, number
-of stages]. At the end, it reports the numbers of micro-batches of its schedules, how often it called
-`step` and `eval`, the mean loss of each step that a schedule computed, and whether it called a
-`batch` in which the check has replaced some batches.
+of stages]. At the end, it reports how it used its schedules (see `note_schedules`), and whether it
+called a `batch` in which the check has replaced some batches.
 """
 
 import sys
@@ -45,19 +44,21 @@ def note_stages():
 
 
 def note_schedules():
-    """A dict that is filled as the program uses the library: "microbatches", a list with one number
-    per schedule, "steps" and "evaluations", how often `step` and `eval` were called, and "losses", the
-    mean loss of each step on the rank of the last stage."""
-    used = {"microbatches": [], "steps": 0, "evaluations": 0, "losses": []}
+    """A dict that is filled as the program uses the library: "schedules", how many it made,
+    "microbatches", those of each training step, "steps" and "evaluations", how often `step` and `eval`
+    were called, and "losses", the mean loss of each step on the rank of the last stage."""
+    used = {"schedules": 0, "microbatches": [], "steps": 0, "evaluations": 0, "losses": []}
     create, evaluate, update = Schedule.__init__, Schedule.eval, Schedule._update_losses
 
     def __init__(self, n_microbatches, *arguments, **options):
-        used["microbatches"].append(n_microbatches)
+        used["schedules"] += 1
         create(self, n_microbatches, *arguments, **options)
         run = self.step
 
         def step(*arguments, **options):
-            used["steps"] += self._has_backward  # False in eval(), which also calls step()
+            if self._has_backward:  # False in eval(), which also calls step()
+                used["steps"] += 1
+                used["microbatches"].append(n_microbatches)
             return run(*arguments, **options)
 
         self.step = step

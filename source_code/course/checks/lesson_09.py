@@ -2,6 +2,7 @@
 """Checks of lesson 09: a backward in two halves, and a schedule whose weights' halves move."""
 
 from course.building import in_words
+from course.building.endless_loops import endless_loops_ended
 from course.checks.answer import WrongAnswer, call, checked, read_rows
 from lab.simulator import Costs, simulate
 from lab.story import waits_of
@@ -30,15 +31,15 @@ def split_backward(input_half, weight_half):
 
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
-    weight.grad = torch.zeros_like(weight)
+    weight.grad = torch.randn_like(weight)  # of micro-batches before
     wanted, deferred = [], [[], [], []]
-    first = weight.detach().clone()
+    first, before = weight.detach().clone(), weight.grad.clone()
     for k in range(3):
         x = torch.randn(2, 5, 3, dtype=torch.float64)
         g = torch.randn(2, 5, 4, dtype=torch.float64)
         wanted.append(torch.einsum("blo,bli->oi", g, x))
         given = g.clone(), x.clone()
-        made, computed = watched_half(input_half, g, x, weight, deferred[k])
+        made = call(input_half, g, x, weight, deferred[k])
         if not (torch.equal(g, given[0]) and torch.equal(x, given[1])):
             return "the first half changes the numbers of g or x, which are still needed: copy them"
         if not isinstance(made, torch.Tensor):
@@ -50,12 +51,13 @@ def split_backward(input_half, weight_half):
             if (made - g @ weight).abs().max() <= ROUNDED:
                 return f"the gradient of x {TOO_FEW_DIGITS}"
             return "that is not the gradient of x: y = x Aᵀ, so each g is multiplied with A"
-        if weight.grad.any():
-            return "the first half has computed the gradient of the weight, too: defer it"
+        if weight.grad is None or not torch.equal(weight.grad, before):
+            return (
+                "the first half changes weight.grad, which has the gradients of other micro-batches: "
+                "defer what is added to it"
+            )
         if not deferred[k]:
             return "nothing is deferred: the second half will need the weight, x and g"
-        if any(is_summand(tensor, wanted[k]) for tensor in computed):
-            return TOO_EARLY
     for k in (1, 0, 2):  # neither the oldest nor the newest first
         said = _half_of_weights(weight_half, weight, deferred[k], wanted, k)
         if said:
@@ -64,16 +66,16 @@ def split_backward(input_half, weight_half):
         return (
             "the two halves have changed the weight itself: the update comes later, and only once"
         )
-    if is_product(input_half, g, x, weight):
+    if computes_product(input_half, g, x, weight):
         return TOO_EARLY
 
 
-def watched_half(input_half, gradient, inputs, weight, deferred):
-    """(what `input_half` returns, all tensors that were computed meanwhile)."""
+def numbers_of(input_half, gradient, inputs, weight):
+    """All numbers of the tensors that `input_half` computes, and of what it defers."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    computed = []
+    computed, deferred = [], []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, arguments=(), options=None):
@@ -82,48 +84,28 @@ def watched_half(input_half, gradient, inputs, weight, deferred):
             return made
 
     with Watch():
-        made = call(input_half, gradient, inputs, weight, deferred)
-    return made, computed
+        call(input_half, gradient, inputs, weight, deferred)
+    return numbers_in([computed, deferred])
 
 
-def is_summand(tensor, gradient):
-    """Whether a tensor is the weight's gradient, transposed or not, or has its summands."""
-    if tensor.dim() < 2 or not tensor.is_floating_point():
-        return False
-    whole = tensor.detach().reshape(-1, *tensor.shape[-2:]).sum(0)
-    return any(
-        whole.shape == wanted.shape and (whole - wanted).abs().max() <= 1e-9
-        for wanted in (gradient, gradient.T)
+def computes_product(input_half, gradient, inputs, weight):
+    """Whether `input_half` computes or defers a number that doubles with g and also with x."""
+    both, more_g, more_x = (
+        numbers_of(input_half, of_g * gradient, of_x * inputs, weight)
+        for of_g, of_x in ((1, 1), (2, 1), (1, 2))
     )
+    return any(one and 2 * one == g == x for one, g, x in zip(both, more_g, more_x))
 
 
-def is_product(input_half, gradient, inputs, weight):
-    """Whether `input_half` computes or stores a tensor that doubles with g and also with x."""
-    made = []
-    for of_gradient, of_inputs in ((1, 1), (2, 1), (1, 2)):
-        deferred = []
-        given = of_gradient * gradient, of_inputs * inputs
-        _, computed = watched_half(input_half, *given, weight, deferred)
-        made.append([tensor for tensor in [*computed, *arrays_in(deferred)] if tensor.dim() > 1])
-    return any(
-        one.shape == other.shape == third.shape
-        and one.is_floating_point()
-        and one.abs().max() > 0
-        and (other - 2 * one).abs().max() <= 1e-9
-        and (third - 2 * one).abs().max() <= 1e-9
-        for one, other, third in zip(*made)
-    )
-
-
-def arrays_in(value):
-    """The arrays of numpy in nested lists, tuples and dictionaries, as tensors."""
-    import torch
-
+def numbers_in(value):
+    """The numbers of tensors, arrays, lists, tuples and dictionaries in each other."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [array for each in value for array in arrays_in(each)]
-    return [torch.as_tensor(value)] if type(value).__name__ == "ndarray" else []
+        return [number for each in value for number in numbers_in(each)]
+    return [value] if isinstance(value, float) else []
 
 
 def _half_of_weights(weight_half, weight, deferred, wanted, k):
@@ -132,17 +114,20 @@ def _half_of_weights(weight_half, weight, deferred, wanted, k):
 
     before = weight.grad.clone()
     try:
-        weight_half(deferred)
-        again = weight.grad.clone()
-        if deferred:  # not with an emptied list, whose first entry the half may need
+        with endless_loops_ended():
             weight_half(deferred)
+            again = weight.grad.clone()
+            if deferred:  # not with an emptied list, whose first entry the half may need
+                weight_half(deferred)
     except Exception as error:
         raise WrongAnswer(f"weight_half raised {in_words(error)}") from None
     twice = not torch.equal(again, weight.grad)
     weight.grad.copy_(again)  # in place, because the reader may have stored this tensor
-    if weight.grad.shape != wanted[k].shape or not weight.grad.any():
-        return "after the second half the weight still has no gradient of its own shape"
-    if k == 0 and (again - wanted[0]).abs().max() <= 1e-12:
+    if again.shape != wanted[k].shape:
+        return f"after the second half weight.grad has the shape {tuple(again.shape)}, not the weight's"
+    if torch.equal(again, before):
+        return "the second half adds nothing to weight.grad"
+    if (again - wanted[k]).abs().max() <= 1e-12:
         return "the gradient of another micro-batch is gone: add to weight.grad"
     more = again - before
     factor = ((more * wanted[k]).sum() / (wanted[k] * wanted[k]).sum()).item()
@@ -205,12 +190,11 @@ def _where_time_is_lost(timeline):
     # From the end backwards, each time to the event that kept the action from starting earlier.
     waiting = None  # the event of another rank that the path visited last
     while event.start > timeline.start:
-        source = waits[event].source
-        if source and source.end == event.start:
+        order, source = timeline.by_rank[event.rank], waits[event].source
+        before = order[order.index(event) - 1] if event is not order[0] else None
+        if source and source.end == event.start != (before and before.end):
             event, waiting = source, event
             continue
-        order = timeline.by_rank[event.rank]
-        before = order[order.index(event) - 1]
         if waiting and before.action.kind == "W" != event.action.kind:
             return (
                 f"rank {event.rank} runs {before.action} before {event.action}, and so rank "
