@@ -271,6 +271,10 @@ WRONG = {
             "inputs[k] is that of micro-batch k",
         ),
         (
+            [("activation, share = inputs[k], None", "activation, share = inputs[0], None")],
+            "rank 0 runs the forward of micro-batch 1 on the tokens of micro-batch 0",
+        ),
+        (
             [("dist.irecv(activation, stage.previous).wait()",
               "dist.isend(activation, stage.previous).wait()")],
             "deadlock: rank",

@@ -57,6 +57,11 @@ def router_forgotten(x, chosen, weight, expert, exchange_counts, exchange, losse
     return mixed, share
 
 
+def detached(*arguments):
+    mixed, share = right(*arguments)  # noqa: F821
+    return mixed.detach(), share
+
+
 def unweighted(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
     ones = weight / weight.detach()
     return right(x, chosen, ones, expert, exchange_counts, exchange, losses, sequences)  # noqa: F821
@@ -301,6 +306,7 @@ def test_right_answers(mix, capsys):
         (stub, "Not attempted yet"),
         (order_lost, "in another order"),
         (router_forgotten, "the router gets no gradient"),
+        (detached, "return them without detach()"),
         (unweighted, "multiply by it"),
         (loss_per_rank, "the sum of both ranks is too large"),
         (loss_without_gradient, "has no gradient"),

@@ -95,7 +95,12 @@ def test_the_rows_of_a_function_may_be_in_an_array_or_come_from_a_generator(rows
 
 @pytest.mark.parametrize(
     "rows",
-    ["\n".join(SOLUTIONS[2]), [row.split(",") for row in SOLUTIONS[2]], gpipe(3, 4).orders],
+    [
+        "\n".join(SOLUTIONS[2]),
+        "\n\n".join(SOLUTIONS[2]),
+        [row.split(",") for row in SOLUTIONS[2]],
+        gpipe(3, 4).orders,
+    ],
 )
 def test_the_rows_may_be_one_text_or_lists_of_actions(rows, capsys):
     assert answer_to(2, capsys, rows).startswith("Right: ")

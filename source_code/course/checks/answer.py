@@ -189,7 +189,8 @@ def read_rows(rows, name="yours"):
     try:
         if isinstance(rows, Iterator):  # the lesson's next cell would find it empty
             raise TypeError
-        rows = rows.strip().splitlines() if isinstance(rows, str) else in_a_list(rows)
+        is_text = isinstance(rows, str)
+        rows = filter(str.strip, rows.splitlines()) if is_text else in_a_list(rows)
         lines = [row if isinstance(row, str) else ",".join(map(str, row)) for row in rows]
         return from_csv("\n".join(map(str.strip, lines)), name)
     except TypeError:

@@ -105,6 +105,11 @@ class Words(TransportWords):
         """The sentence about a receive into memory that a later backward still needs, or None."""
         for rank, done in enumerate(events):
             for event in done:
+                if event.get("over") and event["stage"] == 0:
+                    return (
+                        f"rank {rank} runs the forward of micro-batch {event['k']} on the tokens of "
+                        f"micro-batch {event['over'][0]}: those of micro-batch k are inputs[k]"
+                    )
                 if event.get("over"):
                     return (
                         f"rank {rank} receives the activation of micro-batch {event['k']} into the "

@@ -82,6 +82,8 @@ def misplaced(rows, rank):
 
 def complaint_of_gradients(report):
     """The first thing that is wrong in the gradients or the auxiliary loss of a rank, or None."""
+    if report["no result"]:
+        return "the results are right, but lead back to nothing: return them without detach()"
     if report["no weight"]:
         return (
             "the results are right, but the router gets no gradient: use `weight` itself, not its "

@@ -96,6 +96,7 @@ def run_layer(job, reader, case):
         "x": close(x.grad, gradients["x"][rank]),
         "weight": close(weight.grad, gradients["weight"][rank]),
         "no weight": not weight.grad.any(),
+        "no result": not mixed.requires_grad,
         "expert": close(expert.grad, gradients["expert"][rank]),
         "no losses": losses.grad is None or not losses.grad.any(),
         "losses": losses.grad is not None and close(losses.grad, 1 / case.sequences, 1e-12),
