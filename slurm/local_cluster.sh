@@ -51,7 +51,7 @@ read_arguments() {
     [ -n "$folder" ] ||
         reject "there is no home of yours for the cluster's folder; name one, yours or somebody else's, with --folder"
     [ ! -L "${folder%/}" ] || reject "$folder is a link; name the folder itself with --folder"
-    folder=$(realpath -m "$folder")
+    folder=$(realpath -m -- "$folder")
     export SLURM_CONF=$folder/slurm.conf
     [ ! -e "$folder" ] || check_owner
 }
@@ -103,7 +103,7 @@ is_sticky() {
 whole_number() {
     [[ $2 =~ ^[0-9]{1,5}$ ]] && [ "$2" -ge "$3" ] && [ "$2" -le "$4" ] ||
         reject "$1 must be a whole number from $3 to $4, not '$2'"
-    echo "$2"
+    echo "$((10#$2))"  # 08 is eight, and not a wrong octal number
 }
 
 reject() {
@@ -142,6 +142,10 @@ make_folder() {
     [ -e "$folder" ] || mkdir -m 700 "$folder" 2>/dev/null || [ -e "$folder" ] ||
         reject "--folder $folder cannot be made; name one in a folder of yours that exists"
     check_owner
+    # Elsewhere a file could have the name of one of the cluster's, such as /etc/hosts.
+    [ -d "$folder/state" ] && [ -d "$folder/gpu" ] && [ -d "$folder/munge" ] ||
+        [ -z "$(ls -A "$folder")" ] ||
+        reject "$folder has something else than a cluster in it; name a new one with --folder"
     mkdir -p -m 700 "$folder"/{log,state}
     mkdir -p "$folder"/{run,gpu,munge}
     [ "$(id -u)" != 0 ] || chmod 755 "$folder"

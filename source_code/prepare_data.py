@@ -80,11 +80,7 @@ def encode_all(arguments, out, writers):
     """Encode every document of every file, with a writer for each part. Returns what to print."""
     tokenizer = choose_tokenizer(arguments)
     num_tokens = numbers_of(tokenizer)
-    width = next((width for width, most in MOST_TOKENS.items() if num_tokens <= most), None)
-    if width is None:
-        raise SystemExit(
-            f"--tokenizer {arguments.tokenizer}: {num_tokens - 1:,} is too large a token"
-        )
+    width = next(width for width, most in MOST_TOKENS.items() if num_tokens <= most)
     writers |= {part: TokenWriter(out, part, width) for part in TOKEN_PARTS}
     held_out_bytes = documents = 0
     for documents, document in enumerate(documents_in(arguments), 1):

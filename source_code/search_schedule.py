@@ -11,6 +11,7 @@ it; if the two are equal, the schedule is proven to be best.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from shlex import quote
@@ -85,7 +86,7 @@ def hop(text):
     """((rank, rank), time) of A,B=T, the smaller rank first."""
     pair, equals, time = text.partition("=")
     ends = pair.split(",")
-    if not equals or len(ends) != 2 or not all(end.isdecimal() for end in ends):
+    if not equals or len(ends) != 2 or not all(re.fullmatch("[0-9]{1,9}", end) for end in ends):
         raise argparse.ArgumentTypeError(f"must be A,B=T with two ranks, not '{text}'")
     return tuple(sorted(map(int, ends))), cost(time)
 

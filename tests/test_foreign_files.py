@@ -82,6 +82,16 @@ def test_no_model_goes_out_with_a_tokenizer_that_it_cannot_have(tmp_path, monkey
         convert.check_tokenizer(tmp_path, 256 - (fault == "too many"))
 
 
+def test_a_tokenizer_that_the_library_could_not_write_is_named_before_it_is_used(tmp_path):
+    for largest in (2**24, 2**24 + 1):
+        model = {"type": "WordLevel", "vocab": {"a": 0, "b": largest}, "unk_token": "a"}
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+        if largest == 2**24:
+            assert read_tokenizer(tmp_path / "tokenizer.json").token_to_id("b") == largest
+    with pytest.raises(DataError, match="has the token 16,777,217, too large; use another"):
+        read_tokenizer(tmp_path / "tokenizer.json")
+
+
 def test_a_tokenizer_that_the_library_cannot_read_is_named_with_what_to_do(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="tokenizer.json cannot be read .*; use another"):

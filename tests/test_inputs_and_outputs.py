@@ -191,7 +191,9 @@ def test_an_empty_text_is_never_taken_for_a_flag_that_was_not_given(refusal, mon
     "words",
     ["predict.py|", "predict.py|gpipe|--csv|", "predict.py|gpipe|--svg|", "predict.py|gpipe|--svg|x|--performed|",
      "plan_partition.py|--workers|2|--bandwidth|1e9|--profile|", "train.py|",
-     "copy_template.py|gpipe.py|--|--", "copy_template.py||mine", "compare_logs.py|a|--|--"],
+     "copy_template.py|gpipe.py|--|--", "copy_template.py||mine", "compare_logs.py|a|--|--",
+     "gpipe.py|--losses=--", "gpipe.py|--data=--", "gpipe.py|--seed=--", "train.py|--option=--",
+     "train.py|--record=--", "plan.py|gpt3-1b|--machine=--", "search_schedule.py|--hop=--"],
 )  # fmt: skip
 def test_nor_is_it_by_the_other_programs(monkeypatch, capsys, words):
     words = words.split("|")
@@ -220,6 +222,7 @@ def test_an_empty_text_without_a_flag_or_a_name_is_named_all_the_same():
     parser.add_argument("lessons", nargs="*")
     with pytest.raises(SystemExit, match="^lessons is empty text"):
         parser.parse_args(["02", ""])
+    assert parser.parse_args([]).lessons == []
 
 
 def test_a_file_that_cannot_be_written_is_named_and_not_its_unfinished_copy(tmp_path):

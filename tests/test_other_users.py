@@ -108,6 +108,46 @@ def test_a_link_or_a_file_in_place_of_the_cluster_folder_is_refused(everybodys):
     assert list(own.iterdir()) == [] and not (everybodys / "nowhere").exists()
 
 
+@pytest.fixture
+def no_daemons(everybodys):
+    """A PATH on which the programs of SLURM are found first, and fail."""
+    folder = everybodys / "programs"
+    folder.mkdir(0o755)
+    for name in ("slurmctld", "slurmd", "srun", "sbatch", "munged", "sinfo"):
+        (folder / name).write_text("#!/bin/sh\nexit 1\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def test_a_cluster_does_not_begin_in_a_folder_with_something_else(everybodys, no_daemons):
+    """Such as /etc, whose file hosts was overwritten."""
+    folder = everybodys / "own"
+    folder.mkdir(0o700)
+    (folder / "hosts").write_text("precious")
+    (folder / "munge").mkdir()
+    said = refusal(local_cluster("start", folder, PATH=no_daemons))
+    assert said.startswith(f"{folder} has something else than a cluster in it; name a new one")
+    assert (folder / "hosts").read_text() == "precious" and stat.S_IMODE(
+        os.stat(folder)[0]
+    ) == 0o700
+    (folder / "hosts").unlink()
+    (folder / "munge").rmdir()
+    for _ in range(2):  # what a start has left that failed is a cluster's folder
+        ended = local_cluster("start", folder, PATH=no_daemons)
+        assert ended.returncode == 1 and "munged did not start" in ended.stderr
+    assert (folder / "hosts").exists()
+
+
+def test_numbers_and_folders_of_a_cluster_are_not_read_in_another_way(everybodys, no_daemons):
+    words = LOCAL_CLUSTER, "start", "--folder", "-x", "--nodes", "08", "--port", "26900"
+    options = {"cwd": everybodys, "env": os.environ | {"PATH": no_daemons}, "timeout": 30}
+    everybodys.chmod(0o700)
+    ended = subprocess.run(words, **options, capture_output=True, text=True)
+    assert ended.returncode == 1 and "08" not in ended.stderr
+    configured = (everybodys / "-x" / "slurm.conf").read_text()
+    assert configured.count("NodeName=") == 8
+
+
 def test_the_usual_cluster_folder_lies_where_nobody_else_can_make_it(everybodys):
     home = everybodys / "home"
     home.mkdir(0o700)

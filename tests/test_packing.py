@@ -1,10 +1,14 @@
 """Several documents in a row give what each gives alone, and every rank knows where they end."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from token_folders import prepare
 
 from course.launch import PRELOAD, run
+from extensions.pretraining.batches import Batches
 from extensions.pretraining.packing import PackedDocuments, document_mask, masked_loss
 from extensions.pretraining.padding import PADDING
 from extensions.pretraining.token_files import load_tokens
@@ -19,6 +23,18 @@ EXACT = f"{SMALL} --device cpu --dtype float64 --evaluate-windows 8 --warm-up-st
 @pytest.fixture
 def corpus(tmp_path):
     return load_tokens(prepare(tmp_path / "tokens"), 256, 64, packed=True)
+
+
+def test_a_batch_without_a_token_to_learn_is_named_and_is_no_divergence(corpus):
+    every = torch.arange(1, len(corpus.training) + 1)  # documents of one token
+    for ends, learnt in ((corpus.ends[0], 16), (every, 0)):
+        text = replace(corpus, ends=(ends, corpus.ends[1]))
+        sizes = SimpleNamespace(text=text, steps=1, batch_size=2, seq_len=8, seed=0)
+        batches = Batches(sizes, lambda batch: [], (True, True), torch.device("cpu"))
+        if learnt:
+            assert 0 < batches.take(0)[1] <= learnt
+    with pytest.raises(SystemExit, match="--data: no token of batch 0 .* larger --seq-len"):
+        batches.take(0)
 
 
 def documents_in(inputs, targets):

@@ -160,6 +160,8 @@ def test_what_is_found_trains_to_the_losses_of_one_process(capsys, tmp_path):
         ("--forward 1,2", "--forward has 2 values; give one, or 4"),
         ("--room 0", "--room"),
         ("--hop 0-1", "must be A,B=T with two ranks"),
+        ("--hop 0,\u0661=2", "must be A,B=T with two ranks"),
+        (f"--hop {'9' * 5000},1=2", "must be A,B=T with two ranks"),
         ("--hop 0,7=2", "--hop 0,7: use two of the ranks 0 to 3"),
         ("--placement v", "--placement v has two stages per rank; add --chunks 2"),
         ("--split --backward-weight 2", "--backward-weight must be less than --backward"),

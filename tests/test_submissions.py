@@ -1,6 +1,7 @@
 """What a person hands in, and the table of a folder of it, for which nothing of it is run."""
 
 import csv
+import io
 import json
 import os
 import re
@@ -255,6 +256,12 @@ def test_nothing_of_a_submission_is_run_and_its_text_is_text(tmp_path):
     assert rows[0]["name"].startswith("'=")
     assert "<script" not in page and "<img" not in page and "&lt;script&gt;" in page
     assert "default-src 'none'" in page
+
+
+@pytest.mark.parametrize("sign", "=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
+def test_no_name_in_a_table_is_a_formula(sign):
+    text = grade_submissions.csv_of({"a.json": submission(f"{sign}1")}, [])
+    assert [*csv.reader(io.StringIO(text))][1][0] == f"'{sign}1"
 
 
 @pytest.mark.processes

@@ -23,6 +23,7 @@ from pipeline.command_line import Parser
 
 MOST_BYTES = 5_000_000
 KEYS = {"lesson", "exercise", "said", "answer"}
+FORMULA = "=+-@\t\r\n\uff1d\uff0b\uff0d\uff20"  # begins one; a wide sign may count as a narrow one
 MARKS = {"Right: ": "right", "Not yet: ": "not yet"}
 
 
@@ -139,7 +140,7 @@ def csv_of(submissions, exercises):
 
 def harmless(text):
     """The text, changed if a spreadsheet would read it as a formula."""
-    return f"'{text}" if text[:1] in "=+-@\t\r" else text
+    return f"'{text}" if text[:1] in FORMULA else text
 
 
 def page_of(submissions, skipped, exercises):

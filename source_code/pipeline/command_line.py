@@ -29,19 +29,19 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=title, allow_abbrev=False, formatter_class=Help, **options)
         self.checks, self.reads, self.writes = [], [], []
 
-    def parse_args(self, *words):
+    def parse_known_args(self, *words):
         """Parse flags; reject an empty value, such as that of a shell variable that is not set.
 
-        For a second `--` in place of an argument, argparse returns an empty list.
+        For `--` in place of a value, as in --data=--, argparse returns an empty list.
         """
-        arguments = super().parse_args(*words)
+        arguments, rest = super().parse_known_args(*words)
         for action in self._actions:
             value = getattr(arguments, action.dest, None)
-            nothing = value == [] and action.nargs is None and not action.option_strings
-            if value == "" or nothing or (isinstance(value, list) and "" in value):
+            nothing = value == [] and action.nargs != "*"
+            if nothing or value == "" or (isinstance(value, list) and ("" in value or [] in value)):
                 name = (*action.option_strings, action.metavar or action.dest)[0]
                 raise SystemExit(f"{name} is empty text; give it a value, or leave it out")
-        return arguments
+        return arguments, rest
 
     def error(self, message):
         raise SystemExit(message.removeprefix("argument ") + "; --help lists the flags")

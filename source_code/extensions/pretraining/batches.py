@@ -59,7 +59,13 @@ class Batches:
                 )
                 for one in passes
             ]
-        return passes, count_real_tokens([batch[1]])
+        real_tokens = count_real_tokens([batch[1]])
+        if not real_tokens:  # the loss would be 0 / 0
+            raise SystemExit(
+                f"--data: no token of batch {number} has a next one in its document; use a larger "
+                "--seq-len or --batch-size"
+            )
+        return passes, real_tokens
 
     def on_device(self, one):
         """Return a pass with the needed tensors on this rank's device, copied asynchronously."""

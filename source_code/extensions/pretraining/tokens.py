@@ -16,6 +16,7 @@ from pipeline.data import DataError, Text
 
 BYTES = 256  # a vocabulary of this size needs no tokenizer
 LARGEST_TOKENIZER = 64 * MEBIBYTE
+LARGEST_TOKEN = 2**24  # the library fills a list up to it
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ def read_tokenizer(file):
     tokenizer.no_padding()
     if not tokenizer.get_vocab():
         raise DataError(f"the tokenizer {file} has no tokens; use another")
+    if (largest := numbers_of(tokenizer) - 1) > LARGEST_TOKEN:
+        raise DataError(f"the tokenizer {file} has the token {largest:,}, too large; use another")
     return tokenizer
 
 
