@@ -277,6 +277,9 @@ WRONG = {
         ([("    dist.all_reduce(both, dist.ReduceOp.MAX)\n", "    dist.all_reduce(both[0])\n"
            "    dist.all_reduce(both[1], dist.ReduceOp.MAX)\n")],
          "each rank divided its gradients by 8 once more: your ranks return"),
+        ([("    dist.all_reduce(both, dist.ReduceOp.MAX)\n", "    dist.all_reduce(both[0], dist.ReduceOp.MAX)\n"
+           "    dist.broadcast(both[1], dist.get_world_size() - 1)\n")],
+         "with the wrong sign: your ranks return"),
         ([(".nan_to_num(nan=torch.inf)", "")], "rank 1 has a nan among its gradients: rank 0 returns"),
         ([("    both = torch.stack", "    found = [0 * t if f is None else f for f, t in zip(found, right)]\n"
            "    off = off.new_tensor(max((f - t).abs().max().item() for f, t in zip(found, right)))\n"
@@ -295,10 +298,10 @@ WRONG = {
         ([("(ours - theirs).abs()", "(ours.abs() - theirs.abs()).abs()")],
          "rank 0 has one number with the wrong sign: your ranks return"),
         ([("largest = torch.maximum(largest, theirs.abs().max())", "largest = theirs.abs().max()")],
-         "with the wrong sign: your ranks return 1.27, and the largest difference is 0.274 of"),
+         "with the wrong sign: your ranks return 0.165, and the largest difference is 0.101 of"),
         ([("def difference(", "MOST = []\n\n\ndef difference("),
           ("(both[0] / both[1])", "(both[0] / (MOST or MOST.append(both[1]) or MOST)[0])")],
-         "with the wrong sign: your ranks return 0.262, and the largest difference is 0.274 of"),
+         "with the wrong sign: your ranks return 0.0872, and the largest difference is 0.101 of"),
         ([("    both = torch.stack", "    if off == 0:\n        return 0.0\n    both = torch.stack")],
          "has returned without it"),
         ([("off = torch.maximum(off, (ours - theirs).abs().max())",
