@@ -118,7 +118,8 @@ def test_where_nodes_cannot_have_names_of_their_own_their_ranks_meet_all_the_sam
     if MISSING:
         pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing)")
     other = Cluster(short_path, "--port", str(free_ports(3)))
-    (short_path / "cluster").mkdir()
+    for name in ("state", "gpu", "munge"):
+        (short_path / "cluster" / name).mkdir(parents=True)
     (short_path / "cluster" / "plain").touch()  # what start leaves where unshare is refused
     try:
         other.start()
