@@ -32,8 +32,8 @@ def main():
                 print(f"skipped: {error}; run that element again", file=sys.stderr)
     if not timelines:
         sys.exit(
-            f"{folder} holds no timeline; mend what the outputs of the elements name, and submit the "
-            "sweep again"
+            f"{folder} holds no timeline; the output files of the jobs say why: correct that, and "
+            "submit the sweep again"
         )
     table = table_of(timelines)
     with naming_files(fix="name a folder of yours"):

@@ -145,7 +145,7 @@ make_folder() {
     # Elsewhere a file could have the name of one of the cluster's, such as /etc/hosts.
     [ -d "$folder/state" ] && [ -d "$folder/gpu" ] && [ -d "$folder/munge" ] ||
         [ -z "$(ls -A "$folder")" ] ||
-        reject "$folder has something else than a cluster in it; name a new one with --folder"
+        reject "$folder has files of something else in it; name a new folder with --folder"
     mkdir -p -m 700 "$folder"/{log,state}
     mkdir -p "$folder"/{run,gpu,munge}
     [ "$(id -u)" != 0 ] || chmod 755 "$folder"

@@ -272,7 +272,7 @@ WRONG = {
         ),
         (
             [("activation, share = inputs[k], None", "activation, share = inputs[0], None")],
-            "rank 0 runs a second forward on the tokens of micro-batch 0",
+            "rank 0 uses the tokens of micro-batch 0 in two forwards",
         ),
         (
             [("dist.irecv(activation, stage.previous).wait()",

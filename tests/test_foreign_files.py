@@ -88,7 +88,9 @@ def test_a_tokenizer_that_the_library_could_not_write_is_named_before_it_is_used
         (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
         if largest == 2**24:
             assert read_tokenizer(tmp_path / "tokenizer.json").token_to_id("b") == largest
-    with pytest.raises(DataError, match="has the token 16,777,217, too large; use another"):
+    with pytest.raises(
+        DataError, match="has the token 16,777,217, which is too large; use another"
+    ):
         read_tokenizer(tmp_path / "tokenizer.json")
 
 

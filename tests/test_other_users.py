@@ -126,7 +126,7 @@ def test_a_cluster_does_not_begin_in_a_folder_with_something_else(everybodys, no
     (folder / "hosts").write_text("precious")
     (folder / "munge").mkdir()
     said = refusal(local_cluster("start", folder, PATH=no_daemons))
-    assert said.startswith(f"{folder} has something else than a cluster in it; name a new one")
+    assert said.startswith(f"{folder} has files of something else in it; name a new folder")
     assert (folder / "hosts").read_text() == "precious" and stat.S_IMODE(
         os.stat(folder)[0]
     ) == 0o700

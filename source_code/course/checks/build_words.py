@@ -107,8 +107,8 @@ class Words(TransportWords):
             for event in done:
                 if event.get("over") and event["stage"] == 0:
                     return (
-                        f"rank {rank} runs a second forward on the tokens of micro-batch {event['k']}: "
-                        "those of micro-batch k are inputs[k]"
+                        f"rank {rank} uses the tokens of micro-batch {event['k']} in two forwards; the "
+                        "tokens of micro-batch k are inputs[k]"
                     )
                 if event.get("over"):
                     return (

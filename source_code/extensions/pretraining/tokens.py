@@ -134,7 +134,9 @@ def read_tokenizer(file):
     if not tokenizer.get_vocab():
         raise DataError(f"the tokenizer {file} has no tokens; use another")
     if (largest := numbers_of(tokenizer) - 1) > LARGEST_TOKEN:
-        raise DataError(f"the tokenizer {file} has the token {largest:,}, too large; use another")
+        raise DataError(
+            f"the tokenizer {file} has the token {largest:,}, which is too large; use another"
+        )
     return tokenizer
 
 
