@@ -268,7 +268,7 @@ def test_a_sweep_of_something_else_is_named(monkeypatch, tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             collect_sweep.main()
         said = capsys.readouterr().err
-        assert "name the folder" in said or "holds no timeline; mend what" in said
+        assert "name the folder" in said or "holds no timeline; the output files" in said
     assert "skipped: " in said and "4.json: it is not a timeline" in said
     assert "8.json has 4 micro-batches, and not 8" in said
 
