@@ -22,6 +22,9 @@ NO_SKIPS = "COURSE_NO_SKIPS"  # set to 1, a test that would be skipped fails
 SOAK = "COURSE_SOAK"  # set to 1, tests that take minutes run, too
 FURTHER = "COURSE_FURTHER"  # set to 1, cells of lessons with the tag further run, too
 
+# With these left behind by one test, the next test in the same process would be a rank.
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 # Python's audit events of a new process, beside multiprocessing's own way.
 STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
 
@@ -52,6 +55,13 @@ def chromium():
     if path is None:
         pytest.skip("no Chromium on this machine; .ci/run installs it on Debian")
     return path
+
+
+@pytest.fixture(autouse=True)
+def no_rank_is_left_behind():
+    before = {name: os.environ.get(name) for name in OF_A_RANK}
+    yield
+    assert {name: os.environ.get(name) for name in OF_A_RANK} == before
 
 
 @pytest.fixture

@@ -337,7 +337,8 @@ def test_a_rank_that_another_program_answers_ends_with_one_sentence():
 
 def test_a_rank_0_that_is_told_another_machine_s_address_ends_in_seconds(monkeypatch):
     address = "198.51.100.1"  # of no machine: RFC 5737
-    for name, value in {"MASTER_ADDR": address, "MASTER_PORT": str(free_port())}.items():
+    told = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in told.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(meeting, "GRACE", 1)
     monkeypatch.setattr(meeting, "open_store", lambda *_: pytest.fail("it tries for a minute"))
