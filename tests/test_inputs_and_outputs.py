@@ -23,7 +23,15 @@ from whole_checkpoints import COUNTED
 from broken.pipelines import faults
 from extensions.checkpointing import checkpoint_folder
 from files import inputs, outputs
-from files.inputs import InputError, is_count, is_number, read_bytes, read_json, read_text
+from files.inputs import (
+    InputError,
+    is_count,
+    is_number,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_text,
+)
 from files.outputs import can_be_written, write_output, write_whole
 from guard import ending
 from guard.one_sentence import naming_files
@@ -102,6 +110,21 @@ def test_what_is_no_json_is_rejected(tmp_path, text):
     (tmp_path / "file").write_text(text)
     with pytest.raises(InputError, match="is not JSON"):
         read_json(tmp_path / "file")
+
+
+@pytest.mark.parametrize("form", ["[{}]", '{{"a": {}}}'])
+def test_json_has_as_many_levels_as_may_be_written_again(form):
+    """json.dumps with an indent needs a few of Python's 1,000 calls for each level."""
+
+    def nested(levels):
+        text = "1"
+        for _ in range(levels):
+            text = form.format(text)
+        return text
+
+    assert json.dumps(parse_json(nested(100), "it"), indent=2)
+    with pytest.raises(InputError, match="it has JSON of more than 100 levels"):
+        parse_json(nested(101), "it")
 
 
 def test_numbers_of_json_are_finite_and_no_truth_values():

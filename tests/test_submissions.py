@@ -244,6 +244,12 @@ def test_forty_submissions_are_a_table(tmp_path):
     assert len(rows) == 40 and "skipped" not in again
 
 
+def test_tables_of_an_earlier_time_are_no_submissions(tmp_path):
+    for name in ("grades.csv", "grades.html"):
+        (tmp_path / name).write_text("")
+    assert grade_submissions.read_all(tmp_path) == ({}, [])
+
+
 @pytest.mark.processes
 def test_nothing_of_a_submission_is_run_and_its_text_is_text(tmp_path):
     marker = tmp_path / "it ran"

@@ -22,6 +22,7 @@ from guard.one_sentence import in_one_sentence, naming_files
 from pipeline.command_line import Parser
 
 MOST_BYTES = 5_000_000
+TABLES = "grades.csv", "grades.html"
 KEYS = {"lesson", "exercise", "said", "answer"}
 FORMULA = "=+-@\t\r\n\uff1d\uff0b\uff0d\uff20"  # begins one; a wide sign may count as a narrow one
 MARKS = {"Right: ": "right", "Not yet: ": "not yet"}
@@ -36,19 +37,18 @@ def main():
         )
     folder = Path(arguments.folder)
     into = Path(arguments.into or folder)
-    written = into / "grades.csv", into / "grades.html"
     with naming_files(fix="mend that, or name another folder"):
-        submissions, skipped = read_all(folder, ours=written)
+        submissions, skipped = read_all(folder)
         notebooks, no_notebooks = read_notebooks()
         exercises = [exercise for each in notebooks.values() for exercise in each]
         skipped += no_notebooks
         texts = csv_of(submissions, exercises), page_of(submissions, skipped, exercises)
         into.mkdir(parents=True, exist_ok=True)
-        for file, text in zip(written, texts):
-            write_whole(file, text)
+        for name, text in zip(TABLES, texts):
+            write_whole(into / name, text)
     for sentence in skipped:
         print(f"skipped: {sentence}")
-    print(f"{len(submissions)} submissions in {into / 'grades.csv'} and {into / 'grades.html'}")
+    print(f"{len(submissions)} submissions in {' and '.join(str(into / name) for name in TABLES)}")
     return int(bool(not_written))
 
 
@@ -59,11 +59,11 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def read_all(folder, ours=()):
-    """({file name: submission}, [skipped file and reason])."""
+def read_all(folder):
+    """({file name: submission}, [skipped file and reason]); tables of an earlier run do not count."""
     submissions, skipped = {}, []
     for file in sorted(folder.iterdir()):
-        if file in ours:
+        if file.name in TABLES:
             continue
         try:
             submissions[file.name] = read(file)

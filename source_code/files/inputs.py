@@ -14,6 +14,7 @@ from contextlib import contextmanager
 MEBIBYTE = 2**20
 LARGEST = 1024 * MEBIBYTE  # bytes read as a whole, unless a caller sets a lower limit
 LARGEST_NUMBER = 1e300
+MOST_LEVELS = 100  # of JSON in JSON: what recurses into the value stays within Python's limit
 MOST_DIMENSIONS = 8  # of a tensor; a product of thousands of sizes would take minutes
 
 
@@ -86,10 +87,17 @@ def read_json(path, most=LARGEST):
 def parse_json(text, name):
     """Return the value of JSON text; reject NaN and Infinity, which Python would accept."""
     try:
-        return json.loads(text, parse_constant=reject_constant)
+        value = json.loads(text, parse_constant=reject_constant)
     except (ValueError, RecursionError) as error:
         fault = str(error).partition("; use sys.")[0]  # Python's own advice helps no reader here
         raise InputError(f"{name} is not JSON ({fault})") from None
+    level = [[value]]
+    for _ in range(MOST_LEVELS + 1):
+        parts = (whole.values() if isinstance(whole, dict) else whole for whole in level)
+        level = [part for whole in parts for part in whole if isinstance(part, (dict, list))]
+        if not level:
+            return value
+    raise InputError(f"{name} has JSON of more than {MOST_LEVELS} levels")
 
 
 def reject_constant(constant):
