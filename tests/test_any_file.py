@@ -454,7 +454,6 @@ def clone(tmp_path, monkeypatch):
         subprocess.run(["git", *words], cwd=root, check=True, timeout=60)
     monkeypatch.setattr(make_handout, "ROOT", root)
     monkeypatch.setattr(make_handout, "HANDOUT", tmp_path / "handout")
-    monkeypatch.setattr(make_handout, "commit", lambda folder: None)
     return root
 
 
@@ -480,7 +479,7 @@ def full(*_, **__):
 def test_on_a_full_disk_the_older_handout_stays(clone, tmp_path, monkeypatch):
     handout = tmp_path / "handout"
     make_handout.write_course(handout / "course")
-    (handout / "course" / ".git").mkdir()
+    make_handout.commit(handout / "course")
     (clone / "page.md").write_text("newer")
     monkeypatch.setattr(shutil, "copyfile", full)
     assert "No space left on device" in sentence_of(make_handout.main, monkeypatch)

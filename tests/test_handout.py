@@ -236,6 +236,44 @@ def test_a_handout_that_a_hook_of_git_makes_is_committed_in_its_own_repository(
 
 
 @pytest.mark.processes
+def test_a_copy_with_a_damaged_history_is_not_committed_into_the_repository_around_it(tmp_path):
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True, timeout=60)
+    (tmp_path / "copy" / ".git").mkdir(parents=True)
+    (tmp_path / "copy" / "page.md").write_text("text")
+    make_handout.commit(tmp_path / "copy")
+    around = ["git", "-C", tmp_path, "rev-list", "--all", "--count"]
+    assert subprocess.run(around, capture_output=True, timeout=60).stdout == b"0\n"
+    assert make_handout.git(tmp_path / "copy", "ls-files") == "page.md\n"
+
+
+@pytest.mark.processes
+def test_what_someone_has_changed_in_an_older_copy_is_not_lost(tmp_path):
+    page, new = tmp_path / "page.md", tmp_path / "notes.md"
+    page.write_text("text")
+    make_handout.commit(tmp_path)
+    make_handout.check_is_copy(tmp_path)
+    for file in (page, new):
+        file.write_text("mine")
+        with pytest.raises(SystemExit, match=f"{file.name} in .* was changed there"):
+            make_handout.check_is_copy(tmp_path)
+        make_handout.git(tmp_path, "add", file.name)  # as if the commit had failed
+        make_handout.check_is_copy(tmp_path)
+
+
+@pytest.mark.processes
+def test_hooks_of_the_user_do_not_look_at_the_handout(tmp_path, monkeypatch):
+    hook = tmp_path / "hooks" / "pre-commit"
+    hook.parent.mkdir()
+    hook.write_text("#!/bin/sh\nexit 1\n")
+    hook.chmod(0o755)
+    (tmp_path / "gitconfig").write_text(f"[core]\nhooksPath = {hook.parent}\n")
+    (tmp_path / "copy").mkdir()
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
+    make_handout.commit(tmp_path / "copy")
+    assert make_handout.git(tmp_path / "copy", "rev-list", "--all", "--count") == "1\n"
+
+
+@pytest.mark.processes
 def test_a_lock_that_git_has_left_is_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "course").mkdir()
     make_handout.commit(tmp_path / "course")
@@ -279,6 +317,7 @@ def test_a_link_to_a_solution_becomes_its_words():
     assert make_handout.without_links(text, lesson) == (
         "See the solution and [lesson 03](03_1f1b.ipynb).\n"
     )
+    assert make_handout.without_links("[a](b\0c)", lesson) == "[a](b\0c)"
     line = "Solutions are in [solutions/02_gpipe.ipynb](solutions/02_gpipe.ipynb).\n"
     assert make_handout.without_links(line, lesson) == ""
 

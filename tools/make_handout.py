@@ -64,7 +64,7 @@ exec(compile(zlib.decompress(base64.b64decode(PACKED)), __file__, "exec"))
 '''
 # Variables with which git names a repository or a part of it.
 REPOSITORY = "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR"
-LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s]*)(?:#[^)]*)?\)"
+LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s\0]*)(?:#[^)]*)?\)"
 # With the end of the line only if it also began the line: otherwise two lines would become one.
 COURSE_ONLY = r"^<!-- course only -->.*?<!-- end -->\n?|<!-- course only -->.*?<!-- end -->"
 
@@ -85,7 +85,7 @@ def main():
     except ClaimError as error:
         sys.exit(f"make_handout.py: {error}")
     except subprocess.SubprocessError as error:
-        said = str(error.stderr or "").strip().splitlines() or ["it ended without a word"]
+        said = os.fsdecode(error.stderr or b"").strip().splitlines() or ["it ended without a word"]
         why = next((line for line in said if line.startswith("fatal: ")), said[-1])  # then advice
         sys.exit(f"make_handout.py: git: {why}; {again}")
 
@@ -143,8 +143,15 @@ def write_course(folder):
 def check_is_copy(folder):
     """Make the folder if it is missing; reject one that has something else than an older copy."""
     folder.mkdir(parents=True, exist_ok=True)
-    if folder.is_symlink() or (os.listdir(folder) and not (folder / ".git").is_dir()):
+    has_history = (folder / ".git").is_dir()
+    if folder.is_symlink() or (os.listdir(folder) and not has_history):
         sys.exit(f"make_handout.py: {folder} is not an older copy of the course; move it away")
+    for line in git(folder, "status", "--porcelain").splitlines() if has_history else ():
+        if line[1] != " ":  # it differs from what was to be committed here last
+            sys.exit(
+                f"make_handout.py: {line[3:]} in {folder} was changed there, and would be lost; commit "
+                "it there, or move the folder away"
+            )
 
 
 def is_left_out(file):
@@ -219,23 +226,26 @@ def without_links(text, file):
 
 def commit(folder):
     """Commit the copy in its own git repository, and write it as one file beside the folder."""
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all", "--force")  # also what an ignore list of this user's names
+    message = "The course, as it is handed out"
+    git(folder, "commit", "--quiet", "--allow-empty", "--message", message)
+    git(folder, "bundle", "create", folder.with_suffix(".bundle"), "--all")
 
-    # In a hook of git, GIT_DIR names the course's own repository, and the commit would go there.
+
+def git(folder, *words):
+    """Return what a command of git prints about the repository in `folder`, and in no other."""
+    # In a hook of git, GIT_DIR names the course's own repository; git also finds that one itself
+    # if the copy's is damaged.
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(REPOSITORY)
     }
-
-    def git(*words):
-        who = ["-c", "user.name=course", "-c", "user.email=course@localhost"]
-        command = ["git", "-C", folder, *who, "-c", "commit.gpgsign=false", *words]
-        options = {"capture_output": True, "text": True, "timeout": 60, "env": environment}
-        subprocess.run(command, check=True, **options)
-
-    if not (folder / ".git").is_dir():
-        git("init", "--quiet")
-    git("add", "--all", "--force")  # also what an ignore list of this user's names
-    git("commit", "--quiet", "--allow-empty", "--message", "The course, as it is handed out")
-    git("bundle", "create", folder.with_suffix(".bundle"), "--all")
+    settings = "user.name=course", "user.email=course@localhost", "commit.gpgsign=false"
+    settings += ("core.hooksPath=/dev/null",)  # hooks are of people, such as a check of messages
+    command = ["git", "-C", folder, "--git-dir", ".git", "--work-tree", "."]
+    command += [word for setting in settings for word in ("-c", setting)]
+    options = {"capture_output": True, "timeout": 60, "env": environment}
+    return os.fsdecode(subprocess.run([*command, *words], check=True, **options).stdout)
 
 
 if __name__ == "__main__":
