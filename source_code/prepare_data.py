@@ -29,7 +29,7 @@ from guard.flags import check_alone, check_read
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_new_folder
 from pipeline.command_line import Parser, positive_integer
-from pipeline.data import DataError, is_object
+from pipeline.data import DataError, begins_json
 
 PIECE = MEBIBYTE  # letters of text that are encoded at a time
 LARGEST_DOCUMENT = 64 * MEBIBYTE
@@ -249,19 +249,20 @@ def check_unicode(document, where):
 
 def documents_of_text(path):
     """Yield the parts between empty lines."""
-    lines, length, is_text = [], 0, False
+    lines, length, is_start = [], 0, True
     for line in lines_of(path):
         if line.strip():
-            if not is_text and is_object(line):  # the braces would be learnt, too
-                raise InputError(f"{path} has JSON lines, and its name does not end in .jsonl")
-            is_text = True
             lines.append(line)
+            if is_start and len(lines) <= 3 and begins_json(b"".join(lines)):  # "[", "{", a name
+                raise InputError(
+                    f"{path} has JSON; write a line per document, into a file that ends in .jsonl"
+                )
             length += len(line)
             if length > LARGEST_DOCUMENT:
                 raise InputError(f"{path} has a document of over {LARGEST_DOCUMENT:,} bytes")
         elif lines:
             yield as_text(b"".join(lines), path).rstrip("\n")
-            lines, length = [], 0
+            lines, length, is_start = [], 0, False
     if lines:
         yield as_text(b"".join(lines), path).rstrip("\n")
 

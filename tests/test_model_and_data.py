@@ -392,8 +392,9 @@ def test_a_text_that_cannot_be_read_is_refused(tmp_path):
         (b"x" * (2**20 - 1) + "ß".encode() * 200 + b"\xff", "not text in UTF-8"),
         (b'{"text": "a"}\n' * 100, "JSON lines"),
         (b'{"text": "a"}' + b" " * 400, "JSON lines"),
+        (b'[\n  {\n    "text": "' + b"a" * 400 + b'"\n  }\n]\n', "JSON lines"),
     ],
-    ids=["tokens of 16 bits", "Latin-1", "a cut character", "behind a mebibyte", "lines", "a line"],
+    ids=["16 bits", "Latin-1", "a cut character", "behind a mebibyte", "lines", "a line", "array"],
 )
 def test_what_is_no_plain_text_is_refused_and_the_way_out_is_named(content, said, tmp_path):
     path = tmp_path / "data"
@@ -403,7 +404,8 @@ def test_what_is_no_plain_text_is_refused_and_the_way_out_is_named(content, said
 
 
 @pytest.mark.parametrize(
-    "text", ["{ int main; } " * 40, "{x}\n" * 99, "ß" * 2**20 + "x", "\ufeffa" * 99]
+    "text",
+    ["{ int main; } " * 40, "{x}\n" * 99, "[1] [a]\n" * 99, "ß" * 2**20 + "x", "\ufeffa" * 99],
 )
 def test_braces_and_letters_of_several_bytes_are_text(text, tmp_path):
     path = tmp_path / "data"

@@ -389,6 +389,17 @@ def test_a_file_that_cannot_be_learnt_from_is_rejected_in_one_sentence(
         assert word in said
 
 
+@pytest.mark.parametrize("start", ["", "\ufeff", "\n\n"])
+@pytest.mark.parametrize(
+    "end", ['{"text": "a"}\n', '[{"text": "a"},\n', '[\n  {\n    "text": "a"\n']
+)
+def test_json_in_a_file_of_another_name_is_not_learnt_as_text(make, tmp_path, start, end):
+    (tmp_path / "a.json").write_text(start + end, encoding="utf-8")
+    status, said, folder = make("--data", tmp_path / "a.json")
+    assert status == 2 and "a.json has JSON" in said and ".jsonl" in said
+    assert not folder.exists()
+
+
 def test_flags_that_do_not_fit_are_rejected_and_nothing_is_overwritten(make, tmp_path):
     assert make("--data", DEFAULT_TEXT)[0] == 0
     status, said, folder = make("--data", DEFAULT_TEXT)

@@ -6,7 +6,7 @@ so every rank can make the batch of any step by itself, also after a restart.
 """
 
 import hashlib
-import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,19 +67,16 @@ def check_is_text(content, source):
             f"--data: {source} is not text in UTF-8; convert it, or name the text from which it was "
             "made"
         )
-    start = content.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if start.startswith(b"{") and is_object(start.partition(b"\n")[0]):
+    if begins_json(content):
         raise DataError(
-            f"--data: {source} has JSON lines, and their braces would be learnt, too; make tokens of "
-            "their texts with the course's prepare_data.py, and name its folder"
+            f"--data: {source} has JSON, and its braces would be learnt, too; write its texts as JSON "
+            "lines, make tokens of them with the course's prepare_data.py, and name its folder"
         )
 
 
-def is_object(line):
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
+def begins_json(content):
+    """Return whether bytes begin a JSON object with a name, or an array of such objects."""
+    return re.match(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*"', content) is not None
 
 
 def split_text(content, seq_len, source):
