@@ -489,7 +489,7 @@ WRONG = {
     "room of another size": (
         "naive_step",
         [edited(NAIVE, ("shape, DIM, dtype", "shape, 2 * DIM, dtype"))],
-        r"rank 0 sends \(2, 8, 16\) in float64 .* rank 1 has made room for \(2, 8, 32\)",
+        r"rank 0 sends \(4, 8, 16\) in float64 .* rank 1 has made room for \(4, 8, 32\)",
     ),
     "the numbers before the wait": (
         "there_and_back",
@@ -509,10 +509,15 @@ WRONG = {
         [edited(NAIVE, ("    return", "    stage.zero_grad()\n    return"))],
         "a backward ran on rank 3,? but its weights have no gradient at the end: has zero_grad",
     ),
+    "room for the four sequences of the check on four ranks": (
+        "naive_step",
+        [edited(NAIVE, ("*tokens.shape, DIM", "4, 8, DIM"))],
+        r"on 2 ranks: rank 0 sends \(2, 8, 16\) in float64 .* rank 1 has made room for \(4, 8, 16\)",
+    ),
     "another shape": (
         "naive_step",
         [edited(NAIVE, ("*tokens.shape", "*tokens.T.shape"))],
-        r"rank 0 sends \(2, 8, 16\) in float64 .* rank 1 has made room for \(8, 2, 16\)",
+        r"rank 0 sends \(4, 8, 16\) in float64 .* rank 1 has made room for \(8, 4, 16\)",
     ),
     "a variable of a neighbour that is 0": (
         "naive_step",

@@ -634,7 +634,7 @@ def test_the_default_type_that_a_cell_has_set_goes_with_a_step(
     assert "set_default_dtype" not in own_file.FILE.read_text()
     torch.set_default_dtype(torch.float32)
     build.naive_step(step)
-    assert "rank 1 has made room for (2, 8, 16) in float32" in capsys.readouterr().out
+    assert "rank 1 has made room for (4, 8, 16) in float32" in capsys.readouterr().out
 
 
 def test_the_default_type_of_a_cell_changes_no_run_that_an_answer_is_compared_with(

@@ -1,6 +1,7 @@
 """Each check knows an untouched stub, the right answer, and three typical wrong ones."""
 
 import math
+import sys
 from collections import deque
 from decimal import Decimal
 from fractions import Fraction
@@ -69,6 +70,11 @@ def test_none_is_an_answer_and_not_called_untouched(capsys):
 def test_an_answer_that_raises_gets_its_own_error_and_no_traceback(capsys):
     answer = answer_to(lesson_02.enough_microbatches, capsys, lambda p, m: 1 / 0)
     assert answer == "Not yet: <lambda>(5, 0.25) raised ZeroDivisionError: division by zero"
+
+
+def test_an_answer_that_exits_is_told_so_too(capsys):
+    answer = answer_to(lesson_02.enough_microbatches, capsys, lambda p, x: sys.exit("too many"))
+    assert answer == "Not yet: <lambda>(5, 0.25) raised SystemExit: too many"
 
 
 def test_an_answer_that_is_no_number_is_told_so(capsys):
@@ -172,6 +178,11 @@ def test_a_wrong_fraction_is_explained_as_any_number_is(capsys):
         (lambda n, w, d: n * max(w, d), "the filling is missing"),
         (lambda n, w, d: w + d + n * max(w, d), "one turn too many"),
         (lambda n, w, d: int(n * max(w, d) + min(w, d)), "you say 79 minutes, and playing it"),
+        (lambda n, w, d: w + int(d) + (n - 1) * max(w, int(d)), "2 loads, washer 12, dryer 22.5"),
+        (
+            lambda n, w, d: n * (w + d) if n < 3 else w + d + (n - 1) * max(w, d),
+            "2 loads, washer 12, dryer 22.5: you say 69 minutes",
+        ),
         (lambda n, w, d: 100, "playing it load by load gives 230"),
     ],
 )
@@ -523,6 +534,12 @@ def one_forward_one_backward(rank, p, m):
     return cells
 
 
+def one_at_a_time_in_a_small_batch(rank, p, m):
+    if m < p:
+        return one_at_a_time(rank, p, m)
+    return [f"{rank}{kind}{k}" for kind in "FB" for k in range(m)]
+
+
 def one_stage_for_all(rank, p, m):
     return [f"0{kind}{k}" for kind in "FB" for k in range(m)]
 
@@ -534,6 +551,7 @@ def one_stage_for_all(rank, p, m):
         (one_at_a_time, "as slow as lesson 01"),
         (one_forgotten, "rank 0 never runs the backward of micro-batch 1 on stage 0"),
         (one_forward_one_backward, "rank 1 holds 2 micro-batches at its peak, yours 1"),
+        (one_at_a_time_in_a_small_batch, "5 ranks, 3 micro-batches: legal, but 450 ms, as slow as"),
         (one_stage_for_all, "stage 0 already belongs to rank 0"),
     ],
 )
@@ -578,6 +596,11 @@ def counted_up(p, x, m=1):
     return m if (p - 1) / (m + p - 1) <= x else counted_up(p, x, m + 1)
 
 
+def counted_up_in_thousandths(p, x, m=1):
+    is_enough = round((p - 1) / (m + p - 1), 3) <= x
+    return m if is_enough else counted_up_in_thousandths(p, x, m + 1)
+
+
 def doubled_until_enough(p, x, m=1):
     return m if (p - 1) / (m + p - 1) <= x else doubled_until_enough(p, x, 2 * m)
 
@@ -607,6 +630,8 @@ def test_enough_microbatches_is_right_in_any_style(needed, capsys):
         (lambda p, x: 1000, "12 would do"),
         (doubled_until_enough, "16 micro-batches, whose bubble is 0.2000; 12 would do"),
         (lambda p, x: math.ceil(p * (1 - x) / x), "15 micro-batches, whose bubble is 0.2105; 12"),
+        (counted_up_in_thousandths, "bubble at most 0.027: you say 36 micro-batches"),
+        (lambda p, x: max(1, int((p - 1) * (1 - x) / x + 0.9)), "you say 36 micro-batches"),
     ],
 )
 def test_enough_microbatches_explains(needed, sentence, capsys):
@@ -774,6 +799,32 @@ def halved_again_and_again(seconds, num_stages):
     return halved_again_and_again(seconds[:k], half) + others
 
 
+def with_a_limit_in_tenths(seconds, num_stages):
+    limit = max(seconds)
+    while True:
+        counts, filled = [0], 0
+        for number, second in enumerate(seconds):
+            must_leave = len(seconds) - number <= num_stages - len(counts)
+            if counts[-1] and (filled + second > limit or must_leave):
+                counts, filled = [*counts, 0], 0
+            counts[-1] += 1
+            filled += second
+        if len(counts) == num_stages:
+            return counts
+        limit += 0.1
+
+
+def best_for(numbers_of_stages):
+    """A cut that is the best for these numbers of stages, and for others puts one in each stage."""
+
+    def cut(seconds, n):
+        if n not in numbers_of_stages:
+            return [1] * (n - 1) + [len(seconds) - n]
+        return min(lesson_04b._all_cuts(len(seconds), n), key=partial(lesson_04b._slowest, seconds))
+
+    return cut
+
+
 @pytest.mark.parametrize(
     ("cut", "sentence"),
     [
@@ -803,6 +854,10 @@ def halved_again_and_again(seconds, num_stages):
         (lambda seconds, n: [len(seconds) / n] * n, "of [1, 1, 1, 1, 1, 7] s in 3 stages: you say"),
         (lambda seconds, n: [len(seconds) / 3] * n, "such as [3, 2, 1], not [2.6666"),
         (lambda seconds, n: [True] * n, "a list with one whole number per stage"),
+        (with_a_limit_in_tenths, "takes 0.5625 s; 0.5 s is possible"),
+        (best_for([3, 4]), "0.25, 0.0625] s in 5 stages: you say"),
+        (best_for([3, 4, 5]), "[7, 1, 2, 1, 3] s in 2 stages: you say"),
+        (best_for([2, 3, 4, 5]), "[2, 7] s in 1 stage"),
     ],
 )
 def test_best_cut_explains(cut, sentence, capsys):
@@ -882,6 +937,14 @@ def test_only_ranks_that_are_always_spread_evenly_are_called_so(capsys):
         ),
         (with_largest_remainders, "every 25 s; every 23.3333 s is possible"),
         (lambda s, n: [round(n * each / sum(s)) for each in s], "each stage needs a rank"),
+        (
+            lambda s, n: apportioned(int)(s, n) if len(s) < 4 else [n - 3, 1, 1, 1],
+            "[10, 30, 20, 45]",
+        ),
+        (
+            lambda s, n: apportioned(int)(s, n) if len(s) > 1 else [1],
+            "[40] s on 3 ranks: you say [1]",
+        ),
     ],
 )
 def test_spare_ranks_explains(ranks, sentence, capsys):
@@ -945,6 +1008,11 @@ def as_if_all_had_as_many_as_the_first(rank, num_ranks, saved_by, layers):
     return range(first // each, (last - 1) // each + 1)
 
 
+def of_both_ends(rank, num_ranks, saved_by, layers):
+    ranks = overlapping(rank, num_ranks, saved_by, layers)
+    return sorted({ranks[0], ranks[-1]}) if num_ranks > 1 else ranks
+
+
 def test_files_to_open_knows_the_right_ones(capsys):
     assert answer_to(lesson_07.files_to_open, capsys, overlapping).startswith("Right: ")
 
@@ -976,6 +1044,7 @@ def test_files_to_open_knows_the_right_ones(capsys):
         (proportional, "rank 2 of 5 has layers 4 to 5, and you open [1, 2]"),
         (as_if_all_had_as_many_as_the_first, "rank 4 of 5 has layers 8 to 9, and you open [2, 3]"),
         (lambda r, n, s, k: range(r * s // n, -(-(r + 1) * s // n)), "rank 2 of 5 has layers 4"),
+        (of_both_ends, "in the file of rank 1 lie layers 2 to 3"),
     ],
 )
 def test_files_to_open_explains(files, sentence, capsys):

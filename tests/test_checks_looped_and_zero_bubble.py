@@ -44,8 +44,8 @@ def with_simulator(p, m, forward, backward, transfer):
     return min((1, 2, 4), key=seconds)
 
 
-def best_of(costs_of):
-    """The number of chunks that is best with the costs `costs_of(forward, backward, chunks)`."""
+def best_of(costs_of, choices=(1, 2, 4)):
+    """The best of `choices` with the costs `costs_of(forward, backward, chunks)`."""
 
     def best(p, m, forward, backward, transfer):
         def milliseconds(v):
@@ -53,7 +53,7 @@ def best_of(costs_of):
             costs = Costs(*costs_of(forward, backward, v), transfer=transfer)
             return simulate(schedule, costs).makespan
 
-        return min((1, 2, 4), key=milliseconds)
+        return min(choices, key=milliseconds)
 
     return best
 
@@ -67,6 +67,10 @@ def best_of(costs_of):
         (lambda *sizes: 1, "since the bubble is shorter"),
         (lambda p, m, forward, backward, transfer: 4 if transfer < 3 else 2, "with 1 it is 480"),
         (lambda *sizes: 3, "choose from 1, 2 and 4"),
+        (
+            best_of(lambda f, b, v: (f / v, b / v), range(1, 5)),
+            "say 3 chunks; choose from 1, 2 and",
+        ),
         (
             lambda p, m, *times: with_simulator(4, 8, *times),
             "2 ranks, 4 micro-batches, 10 and 20 ms",

@@ -108,7 +108,7 @@ def call(function, *arguments):
         with endless_loops_ended(LONGEST):
             result = function(*arguments)
             result = list(islice(result, MOST_VALUES)) if isinstance(result, Iterator) else result
-    except Exception as error:  # an error in the learner's code is a wrong answer
+    except (Exception, SystemExit) as error:  # in the learner's code: a wrong answer
         raise WrongAnswer(f"{name} raised {in_words(error)}") from None
     if isinstance(result, list) and len(result) == MOST_VALUES:
         raise WrongAnswer(f"{name} gives {MOST_VALUES:,} values and more; does it end?")

@@ -32,7 +32,8 @@ def run_steps(request, function):
     rank, p, chunks = dist.get_rank(), dist.get_world_size(), request["chunks"]
     between = dist.new_group()  # the reader's barriers cannot meet this group's
     for number, m in enumerate(request["microbatches"]):
-        tokens, targets = my_pipeline.batch(number, 2 * m)
+        size = p if request.get("whole_batch") else 2  # a batch has any number of sequences
+        tokens, targets = my_pipeline.batch(number, size * m)
         parts = tokens.chunk(m), targets.chunk(m)
         reference = Reference(p * chunks, *parts)
         stages = [my_pipeline.build_stage(rank + c * p, p * chunks) for c in range(chunks)]

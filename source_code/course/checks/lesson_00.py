@@ -8,6 +8,7 @@ from course.checks.answer import call_for_number, checked, close, many, require_
 def laundry(laundry_minutes):
     """Check `laundry_minutes(loads, washer, dryer)`: the minutes until the last load is dry."""
     cases = [(5, 30, 40), (4, 40, 30), (1, 30, 40), (40, 20, 40), (3, 25, 25), (3, 22.5, 12)]
+    cases += [(2, 12, 22.5)]  # a dryer in half minutes; the shortest queue
     for loads, washer, dryer in cases:
         answer = call_for_number(laundry_minutes, loads, washer, dryer)
         right = _play_laundry(loads, washer, dryer)

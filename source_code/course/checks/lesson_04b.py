@@ -24,6 +24,9 @@ def best_cut(cut):
         ([8, 2, 1, 7, 2, 9, 2], 4),
         ([6, 7, 3, 1, 1, 5, 9, 9, 5, 3], 4),
         ([1.5, 0.25, 1.75, 0.25, 0.5], 3),  # not to be rounded
+        ([0.1875, 0.3125, 0.375, 0.1875, 0.375, 0.25, 0.0625], 5),
+        ([7, 1, 2, 1, 3], 2),
+        ([2, 7], 1),
     ):
         case = f"layers of {seconds} s in {num_stages} stages"
         counts = _counts(call(cut, list(seconds), num_stages), num_stages, case)
@@ -98,6 +101,8 @@ def spare_ranks(ranks):
         ([70, 50, 20], 7),
         ([30, 20, 90], 9),
         ([2, 5, 4], 6),  # the seconds per rank are not to be rounded
+        ([10, 30, 20, 45], 9),
+        ([40], 3),
     ):
         case = f"stages of {seconds} s on {num_ranks} ranks"
         counts = _counts(call(ranks, list(seconds), num_ranks), len(seconds), case)

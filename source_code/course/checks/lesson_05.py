@@ -23,6 +23,7 @@ def best_chunks(best):
         (2, 8, 40, 10, 9),
         (2, 4, 10, 20, 9),  # on four ranks, or with eight micro-batches, two chunks are best
         (3, 6, 3, 17, 7),  # in whole ms, or with equal halves, two chunks are best
+        (3, 3, 20, 10, 1),  # three chunks would be best
     ]:
         times = {}
         for chunks in (1, 2, 4):

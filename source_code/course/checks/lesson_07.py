@@ -57,6 +57,7 @@ def _after_crash(made):
 # (layers, ranks that saved, ranks that restore). With 10 layers on 4 ranks, the stages begin with
 # layers 0, 3, 6 and 8, which rounding rank x 10 / 4 does not give.
 SAVED = [(8, 4, 2), (8, 2, 4), (8, 4, 1), (8, 4, 4), (10, 4, 3), (10, 4, 5), (10, 3, 4)]
+SAVED += [(12, 6, 2)]  # with a file between the first and the last of a rank
 
 
 @checked("a rank opens the files that hold its layers, whoever wrote them.")
