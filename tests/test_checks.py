@@ -1094,6 +1094,13 @@ def end_of_last_chain(waits):
     return rank if waits[rank] is None else "deadlock"
 
 
+def end_of_a_short_chain(waits):
+    ends = set(waits)
+    for _ in range(4):  # enough for the four ranks of the lesson
+        ends = {end if waits[end] is None else waits[end] for end in ends}
+    return "deadlock" if any(waits[end] is not None for end in ends) else ends.pop()
+
+
 def whoever_is_in_no_pair(waits):
     is_pair = any(peer is not None and waits[peer] == rank for rank, peer in waits.items())
     return "deadlock" if is_pair else next(r for r, peer in waits.items() if peer is None)
@@ -1113,6 +1120,7 @@ def whoever_is_in_no_pair(waits):
         (end_of_copied_chain, "computed for 2 s; does this loop end?"),
         (end_of_last_chain, "4: 3}: you say 3, and not all others wait for it"),
         (whoever_is_in_no_pair, "4: 3}: you say 3, and not all others wait for it"),
+        (end_of_a_short_chain, "8: None}: you say 'deadlock', but rank 8 waits for nobody"),
         (lambda waits: 9, "neither a rank nor"),
         (lambda waits: [2], "neither a rank nor"),
         (whoever_waits_for_nobody, "not all others wait for it"),

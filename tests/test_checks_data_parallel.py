@@ -63,6 +63,10 @@ def weighted_mean(losses, counts):
             lambda losses, counts: sum(losses) / len(counts),
             "7.5, divided by the number of micro-batches, and one process with the whole batch has 5",
         ),
+        (
+            lambda losses, counts: round(sum(losses) / sum(counts), 3),
+            "add up to 2.031, and one process with the whole batch has 2.03125",
+        ),
     ],
 )
 def test_share_of_loss_explains(share, sentence, capsys):

@@ -132,6 +132,44 @@ def test_srun_starts_the_python_with_torch_and_the_given_program(capsys, command
 
 
 @pytest.mark.processes
+def test_a_flag_that_only_the_command_gets_is_not_one_of_srun(capsys):
+    command = 'srun -m block bash -c \'exec "$PYTHON" "$@"\' -K1 "$@"'
+    answer = answer_to(capsys, RIGHT[: RIGHT.index("srun")] + command)
+    assert "the others wait for it until the limit" in answer, answer
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("shell", ["/bin/bash -e", "/bin/bash -eu", "/usr/bin/env -S bash -e"])
+def test_a_shell_that_ends_at_an_error_may_be_named_in_the_first_line(capsys, shell):
+    """SLURM starts a script by its first line, so the echo comes only after a good end."""
+    answer = answer_to(capsys, RIGHT.replace("/bin/bash", shell) + "echo done\n")
+    assert answer.startswith("Right: "), answer
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("end", "sentence"),
+    [
+        ("exit 1", "srun ended with status 0, and your script with 1"),
+        ("code=$?\n[ $code -ne 0 ] && exit $code", "SLURM would call a job FAILED"),
+        ("code=$?\nif [ $code -ne 0 ]; then exit $code; fi\necho done", "Right: "),
+        ("code=$?\n[ $code -eq 0 ] || exit $code\nseff $SLURM_JOB_ID", "Right: "),
+    ],
+)
+def test_a_job_whose_ranks_end_well_ends_well(capsys, end, sentence):
+    answer = answer_to(capsys, f"{RIGHT}{end}\n")
+    assert sentence in answer, answer
+
+
+@pytest.mark.processes
+def test_losses_may_be_searched_in_the_output(capsys):
+    answer = answer_to(
+        capsys, RIGHT.replace('"$@"', '"$@" | grep loss').replace("srun", "set -o pipefail\nsrun")
+    )
+    assert answer.startswith("Right: "), answer
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("call", ["sleep 9; srun", "until srun"])
 def test_a_script_without_an_end_is_told_so(capsys, monkeypatch, call):
     """It may wait before it starts a rank, or start them again for ever."""

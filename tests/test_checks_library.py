@@ -24,6 +24,10 @@ def test_an_untouched_stub_is_not_attempted_yet(capsys):
         (lambda shape, r, p: [r], "one stage, and each rank has two; it is [0, 4]"),
         (lambda shape, r, p: [r, 2 * p - 1 - r if shape == "loop" else r + p], "[0, 7], the V"),
         (lambda shape, r, p: [r + 1, r + 1 + p], "[1, 5], but stages are counted from 0"),
+        (  # right only for powers of two
+            lambda shape, r, p: [r, r + p if shape == "loop" else (2 * p - 1) ^ r],
+            "rank 2 of 3: you say [2, 7]; it is [2, 3]",
+        ),
         (lambda shape, r, p: 3, "return a list of two numbers"),
         (lambda shape, r, p: f"{r},{r + p}", "you say '0,4'; it is [0, 4]"),
     ],

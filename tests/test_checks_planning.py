@@ -237,6 +237,7 @@ def test_choices_wants_every_pair_in_a_dictionary(capsys):
         (gpus(to_nodes=lambda n: 8 * round(n / 8 + 0.5)), "you say 80, a node too many: 72 GPUs"),
         (lambda p, t, days, x: gpus()(p, t, days, 1 / x), "the fewer GPUs it takes"),
         (lambda p, t, days, x: gpus()(p, t, days // 2 * 2, x), "done in 51 days"),
+        (gpus(to_nodes=lambda n: max(16, 8 * math.ceil(n / 8))), "you say 16, a node too many"),
     ],
 )
 def test_gpus_needed_explains(needed, sentence, capsys):

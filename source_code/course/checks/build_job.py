@@ -23,17 +23,19 @@ LONGEST = 30  # minutes that a job of two steps may ask for
 FAILED = 3  # the status of the srun that stands in for a rank that fails
 SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "m": "distribution"}
 ALSO = {"tasks-per-node": "ntasks-per-node", "dist": "distribution"}  # SLURM takes these, too
-# Stands in for srun: writes its arguments to a file, one per line, and fails as a rank would. The
-# first lines are the options that srun takes from the environment. A call without the program, such
-# as `srun hostname`, succeeds.
+NO_COMMAND = 127  # a shell's status for a command that this machine lacks, such as SLURM's seff
+# Stands in for srun: writes its arguments to a file, one per line, and ends as the ranks would, all
+# well or one failed. The first lines are the options that srun takes from the environment. A call
+# without the program, such as `srun hostname`, succeeds.
 STAND_IN = f"""#!/bin/sh
 case "$*" in
-    *{TRIED[0]}*) status={FAILED}; echo >> "$SRUN_WORDS.calls" ;;
+    *{TRIED[0]}*) status=$SRUN_STATUS; echo >> "$SRUN_WORDS.calls" ;;
     *) status=0; [ -e "$SRUN_WORDS" ] && exit ;;
 esac
 printf '%s\\n' ${{SLURM_DISTRIBUTION:+"--distribution=$SLURM_DISTRIBUTION"}} \\
     ${{SLURM_KILL_BAD_EXIT:+"--kill-on-bad-exit=$SLURM_KILL_BAD_EXIT"}} "$@" > "$SRUN_WORDS"
-exit $status
+[ "$status" != 0 ] || echo "step 0  loss {LOSSES[0]:.6f}"
+exit "$status"
 """
 # Stands in for scontrol, with which a script finds the names of its nodes.
 HOST_NAMES = "#!/bin/sh\nprintf 'node%s\\n' 1 2\n"
@@ -128,8 +130,8 @@ def _minutes(limit):
     return 60 * (24 * int(days or 0) + hours) + minutes + seconds / 60
 
 
-def _run_with_stand_in(text):
-    """Run the script with a stand-in for srun that fails.
+def _run_with_stand_in(text, srun_status):
+    """Run the script with a stand-in for srun that ends with `srun_status`.
 
     Returns its exit status, the last line of its errors, the arguments of its last srun or None,
     and how many times it called srun for the program.
@@ -147,9 +149,12 @@ def _run_with_stand_in(text):
             "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
             "PYTHON": sys.executable,
             "SRUN_WORDS": str(words),
+            "SRUN_STATUS": str(srun_status),
             **_variables_of_job(text),
         }
-        ended = _run(["bash", str(folder / "job.sbatch"), *TRIED], environment)
+        # Bash takes flags from the first line only if it is started by it, and that may be a login.
+        strict = "-e" if re.match(r"#!.*\s-[a-z]*e", text) else "+e"
+        ended = _run(["bash", strict, str(folder / "job.sbatch"), *TRIED], environment)
         called = words.read_text(encoding="utf-8").splitlines() if words.exists() else None
         started = len(calls.read_text(encoding="utf-8")) if calls.exists() else 0
     last = (ended.stderr.strip().splitlines() or [""])[-1].rpartition(f"{folder}/")[2]
@@ -158,7 +163,7 @@ def _run_with_stand_in(text):
 
 def _complaint_on_call(text):
     """The error in what the script tells srun, or in the script's status if srun fails, or None."""
-    status, last, called, started = _run_with_stand_in(text)
+    status, last, called, started = _run_with_stand_in(text, FAILED)
     if called is None:
         if status and re.search(r"^[^#\n]*\bsrun\b", text, re.MULTILINE):
             return f"your script ends before it calls srun, with status {status}" + (
@@ -205,12 +210,18 @@ def _complaint_on_call(text):
             "nothing says how ranks are numbered: where SLURM's default is cyclic, every message "
             "of the pipeline crosses the network"
         )
-    if not {"-K", "-K1", "--kill-on-bad-exit", "--kill-on-bad-exit=1"} & set(called):
+    if not {"-K", "-K1", "--kill-on-bad-exit", "--kill-on-bad-exit=1"} & set(called[:at]):
         return "one rank fails, and the others wait for it until the limit: srun has an option for that"
     if status == 0:
         return (
             f"srun ended with status {FAILED}, and your script with 0: SLURM would call the job "
             "COMPLETED. The status of a script is that of its last command"
+        )
+    status = _run_with_stand_in(text, 0)[0]
+    if status not in (0, NO_COMMAND):
+        return (
+            f"srun ended with status 0, and your script with {status}: SLURM would call a job FAILED "
+            "whose ranks have all ended well. The status of a script is that of its last command"
         )
     return None
 

@@ -11,7 +11,7 @@ def share_of_loss(share):
     `losses` is the list of the losses of its real tokens; `counts` has the number of real tokens of
     every micro-batch of every replica.
     """
-    cases = [[[2.0, 4.0], [9.0]], [[1.0], [], [5.0, 6.0, 7.0]], [[2.0, 2.0], [4.0, 4.0]]]
+    cases = [[[2.0, 4.0], [9.0]], [[1.0], [], [5.0, 6.0, 7.0]], [[0.0625, 0.0625], [4.0, 4.0]]]
     for pieces in cases:
         counts = [len(piece) for piece in pieces]
         right = sum(map(sum, pieces)) / sum(counts)

@@ -34,6 +34,7 @@ HANGS = [
     ({0: None, 1: 0, 2: 1}, 0),
     ({0: 1, 1: None, 2: 3, 3: 2}, DEADLOCK),  # rank 1 holds up rank 0 alone
     ({0: 1, 1: 2, 2: 0, 3: None, 4: 3}, DEADLOCK),
+    ({**{rank: rank + 1 for rank in range(8)}, 8: None}, 8),  # a chain longer than the others
 ]
 
 

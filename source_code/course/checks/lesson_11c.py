@@ -261,6 +261,7 @@ def gpus_needed(needed):
         (2**33, 86400 * 2**23, 32, 2**47),  # whole nodes exactly, without rounding
         (9 * 2**29, 86400 * 2**23, 32, 2**47),  # again, but an odd number of them
         (1e12, 450e9, 51, 163e12),
+        (1e9, 20e9, 30, 140e12),  # a part of one node
     ]:
         exact = training_days(parameters, tokens, 1, flops) / days
         right = GPUS_PER_NODE * math.ceil(exact / GPUS_PER_NODE)
