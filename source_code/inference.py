@@ -257,10 +257,9 @@ def read_corpus(arguments):
     tokenizer = a.tokenizer or tokenizer_of(a.model_folder)
     if is_token_folder(a.data):
         return load_tokens(a.data, a.vocabulary, a.seq_len, tokenizer_of_model=tokenizer)
-    if a.model_folder and not tokenizer and a.vocabulary > BYTES:
-        raise SystemExit(
-            f"--model {a.model_folder} has no tokenizer.json; name one with --tokenizer"
-        )
+    if not tokenizer and a.vocabulary > BYTES:
+        saved = f"--model {a.model_folder}" if a.model_folder else f"--checkpoints {a.checkpoints}"
+        raise SystemExit(f"{saved} has no tokenizer.json; name one with --tokenizer")
     return load_corpus(load_text(a.data, a.seq_len), a.vocabulary, tokenizer, a.seq_len)
 
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import copy_template
+import inference
 import plan
 import prepare_data
 import pytest
@@ -20,7 +21,12 @@ from extensions.inference.requests import choose_token
 from extensions.pretraining import token_files
 from extensions.pretraining.token_files import load_tokens
 from extensions.pretraining.token_writer import TokenWriter, write_tokens_file
-from extensions.pretraining.tokens import DataError, complaints_of_library, encode
+from extensions.pretraining.tokens import (
+    DataError,
+    complaints_of_library,
+    encode,
+    load_corpus,
+)
 from extensions.real_models import saved_output
 from extensions.real_models.saved_folder import find_tensors, read_model
 from extensions.real_models.saved_settings import read_settings
@@ -29,6 +35,7 @@ from files.inputs import InputError, is_file_name, open_input, read_bytes
 from guard import around_main
 from guard.one_sentence import in_one_sentence
 from pipeline.command_line import Parser, positive_integer
+from pipeline.data import load_text
 
 
 @pytest.fixture
@@ -222,6 +229,14 @@ def test_every_allowed_temperature_chooses_a_token(temperature):
 def test_scores_that_are_not_numbers_end_the_run_with_a_sentence(temperature, value):
     with pytest.raises(InputError, match="request 4: the model's scores are not numbers"):
         choose_token(torch.tensor([1.0, value]), 0, 4, 0, temperature)
+
+
+def test_a_token_that_is_no_byte_is_neither_read_nor_printed_as_one():
+    model = SimpleNamespace(tokenizer=None, model_folder=None, data=None, vocabulary=300, seq_len=8)
+    model.checkpoints = "saved"
+    with pytest.raises(SystemExit, match="--checkpoints saved has no tokenizer.json; .*--tokenizer"):
+        inference.read_corpus(model)
+    assert load_corpus(load_text()).decode([104, 105, 256, 299, 33]) == "hi\ufffd\ufffd!"
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "9" * 31, "2147483648"])

@@ -402,6 +402,7 @@ ROTARY = {
     "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
     "llama3": LLAMA3,
 }
+LINEAR = {"rope_type": "linear", "rope_theta": 5.0, "factor": 8.0}
 
 
 def saved_config(folder, config):
@@ -482,6 +483,26 @@ def test_a_file_of_an_older_transformers_says_the_same_in_other_words(tmp_path):
     path.write_text(json.dumps(old))
     after = read_settings(tmp_path, 64)[0]
     assert after == before and torch.equal(frequencies(after), frequencies(before))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_parameters": {"type": "linear", "factor": 4.0}},
+        {"rope_parameters": LINEAR, "rope_scaling": {"factor": 2.0}},
+        {"rope_parameters": LINEAR, "rope_scaling": {"rope_type": "default"}, "rope_theta": 7.0},
+        {"rope_parameters": {"rope_theta": 9.0}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": LINEAR, "rope_scaling": {}},
+    ],
+)
+def test_a_rotary_embedding_that_is_said_twice_is_the_one_of_transformers(tmp_path, said):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**library_config("llama").to_dict(), "rope_theta": 1e4, **said}))
+    theirs = library_config("llama", **said).rope_parameters
+    ours = read_settings(tmp_path, 64)[0]
+    factor = {"factor": theirs["factor"]} if theirs["rope_type"] == "linear" else {}
+    assert dict(ours.rotary) == {"type": theirs["rope_type"], **factor}
+    assert ours.rotary_base == theirs["rope_theta"]
 
 
 @pytest.mark.parametrize("family", list(LEFT_OUT))

@@ -217,7 +217,7 @@ class LossLog:
         Without `verify` it judges no loss: the caller has said why the run has ended early.
         """
         a, losses = self.arguments, dict(enumerate(self.losses, self.first_step))
-        written = not (a.losses and self.has_loss) or write_losses(a.losses, losses)
+        written = not (a.losses and losses) or write_losses(a.losses, losses)
         diverged = [step for step, loss in losses.items() if verify and not math.isfinite(loss)]
         for step in diverged[:1]:
             sentence = "the training diverged; use a smaller --learning-rate"

@@ -53,7 +53,8 @@ class Corpus(Text):
 
     def decode(self, tokens):
         if self.tokenizer is None:
-            return bytes(tokens).decode(errors="replace")
+            # No letter of UTF-8 has the byte 255: a token that is no byte is printed as such.
+            return bytes(min(token, 255) for token in tokens).decode(errors="replace")
         return self.tokenizer.decode(tokens)
 
 

@@ -122,7 +122,8 @@ def find_tensors(folder):
         raise InputError(
             f"{folder / file_of[missing]} has no {missing}, which {INDEX} says it has; {AGAIN}"
         )
-    return {name: files[file][name] for name, file in file_of.items()}
+    every = {name: tensor for file in files.values() for name, tensor in file.items()}
+    return every | {name: files[file][name] for name, file in file_of.items()}
 
 
 def tensors_of(path):

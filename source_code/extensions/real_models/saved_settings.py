@@ -166,15 +166,16 @@ def rotary_in(path, saved):
     """Return (base, pairs of settings) of the rotary embedding.
 
     Files of transformers 5 have them in `rope_parameters`, older files in `rope_theta` and
-    `rope_scaling`. If a file has several, `rope_scaling` takes precedence, as in transformers.
+    `rope_scaling`. If a file has several, `rope_scaling` takes the place of `rope_parameters`, as
+    in transformers.
     """
     newer, older = saved.get("rope_parameters") or {}, saved.get("rope_scaling") or {}
     if not isinstance(newer, dict) or not isinstance(older, dict):
         raise InputError(
             f"{path}: rope_parameters and rope_scaling have to be JSON objects; {MENDED}"
         )
-    said = {"rope_theta": saved.get("rope_theta", 10000.0), **newer, **older}
-    kind = older.get("rope_type", older.get("type", said.get("rope_type", "default")))
+    said = {"rope_theta": saved.get("rope_theta", 10000.0), **(older or newer)}
+    kind = said.get("rope_type", said.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROTARY_TYPES:
         known = ", ".join(ROTARY_TYPES)
         raise InputError(

@@ -97,7 +97,7 @@ def chunked_schedules():
     return [name for name, generator in SCHEDULES.items() if generator.chunks]
 
 
-def build_schedule(name, num_ranks, num_microbatches, chunks=None, **options):
+def build_schedule(name, num_ranks, num_microbatches, chunks=None, /, **options):
     """The schedule of that name, a key of SCHEDULES.
 
     `chunks` is the number of stages per rank; None is the schedule's own. `options` are integers,
