@@ -546,7 +546,7 @@ def test_a_notebook_of_another_program_without_ids_and_with_a_lost_picture_is_a_
 ):
     path = tmp_path / "notebooks" / "zz.ipynb"
     path.parent.mkdir()
-    picture = "# T\n\n![words](attachment:a.png) Guess?"
+    picture = "# T\n\n![words](attachment:a.png)\n\nGuess first."
     output = {"output_type": "stream", "name": "stdout", "text": "the answer"}
     code = {**CELL, "execution_count": 1, "outputs": [output]}
     cells = [{"cell_type": "markdown", "metadata": {}, "source": picture}, code, code]
