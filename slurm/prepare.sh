@@ -18,7 +18,7 @@ if LC_ALL=C grep -aq $'\r$\|^\xef\xbb\xbf' "$site"; then
     exit 2
 fi
 # An apostrophe in a comment may close a quote: the first command finds it, the second UTF-16, too.
-reason=$(LC_ALL=C grep -m 1 -E "^COURSE_[A-Z_]*=[^'\"#]*(\"[^\"]*|'[^']*)$" "$site" || bash -n "$site" 2>&1 || true)
+reason=$(LC_ALL=C grep -m 1 -E "^COURSE_[A-Z_]*=[^'\"#]*(\"[^\"]*|'[^']*)$" "$site" || LC_ALL=C bash -n "$site" 2>&1 || true)
 if [ -n "$reason" ]; then
     echo "$site cannot be read (${reason%%$'\n'*}); close each quote, and save it as UTF-8" >&2
     exit 2
@@ -89,6 +89,7 @@ fi
 RANKS_PER_NODE=${COURSE_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-2}}
 # The first node of the list. The ranks of a pipeline are numbered along it.
 HEAD=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
+[ -n "$HEAD" ] || { echo "scontrol does not say where the ranks meet; export MASTER_ADDR=NODE" >&2; exit 2; }
 # Jobs may share a node; each has a port of its own, below those that the system hands out.
 PORT=$((10000 + SLURM_JOB_ID % 20000))
 unset SLURM_CONSTRAINT  # of the shell that submitted; a step that wants it waits for ever
@@ -97,5 +98,6 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 LOGS=build/jobs/$SLURM_JOB_ID
 [ "${SLURM_RESTART_COUNT:-0}" != 0 ] || rm -rf "$LOGS"  # of an older cluster, which began at 1, too
-mkdir -p "$LOGS"
+mkdir -p "$LOGS" 2>/dev/null ||
+    { echo "$PWD/$LOGS cannot be made; submit from a copy of the course that you may write to" >&2; exit 2; }
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, attempt $((${SLURM_RESTART_COUNT:-0} + 1))"

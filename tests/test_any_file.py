@@ -153,6 +153,8 @@ NO_CELLS = {
     "tags": {**CELL, "metadata": {"tags": None}},
     "folding": {**CELL, "metadata": {"jupyter": None}},
     "a source": {**CELL, "source": 3},
+    "a missing text": {**CELL, "outputs": [{"output_type": "stream", "name": "stdout"}]},
+    "a count": {**CELL, "execution_count": "1"},
     "a line": {**CELL, "source": [1]},
     "a kind": {key: value for key, value in CELL.items() if key != "cell_type"},
 }
@@ -166,6 +168,9 @@ def test_a_notebook_with_a_cell_of_another_form_is_named_by_every_tool(tmp_path,
     for read in (exercises.notebook_of, make_slides.cells_of, minutes.minutes_of):
         with pytest.raises(InputError, match=r"zz\.ipynb is not a notebook"):
             read(path)
+    path.write_text(json.dumps({**json.loads(NOTEBOOK), "cells": {}}))
+    with pytest.raises(InputError, match=r"zz\.ipynb is not a notebook"):
+        exercises.notebook_of(path)
 
 
 def test_a_new_notebook_and_one_of_words_or_raw_cells_have_slides_minutes_and_no_first_cell(
@@ -534,6 +539,26 @@ def test_half_a_letter_in_a_notebook_stays_in_the_handout(clone, tmp_path, monke
     make_handout.write_course(tmp_path / "handout" / "course")
     (cell,) = exercises.notebook_of(tmp_path / "handout" / "course" / lesson).cells
     assert cell.source == "print('\ud800')"
+
+
+def test_a_notebook_of_another_program_without_ids_and_with_a_lost_picture_is_a_page(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "notebooks" / "zz.ipynb"
+    path.parent.mkdir()
+    picture = "# T\n\n![words](attachment:a.png)\n\nGuess first."
+    output = {"output_type": "stream", "name": "stdout", "text": "the answer"}
+    code = {**CELL, "execution_count": 1, "outputs": [output]}
+    cells = [{"cell_type": "markdown", "metadata": {}, "source": picture}, code, code]
+    path.write_text(json.dumps({**json.loads(NOTEBOOK), "cells": cells}))
+    exporter = make_site.HTMLExporter(template_name="basic")
+    course = make_site.Course(tmp_path, [], set(), {}, False)
+    page = make_site.body_of(path.relative_to(tmp_path), exporter, course)
+    assert 'alt="words"' in page and page.count("Show the output") == 2
+    monkeypatch.setattr(answers, "NOTEBOOKS", path.parent)
+    monkeypatch.setattr(sys, "argv", ["answers.py"])
+    assert answers.main() == 0
+    assert exercises.notebook_of(path).cells[1].metadata.jupyter.outputs_hidden
 
 
 def test_half_a_letter_in_a_notebook_costs_no_site_and_no_other_answer(tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ def job(tmp_path):
         "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "WORDS": str(tmp_path / "words"),
         "COURSE_SITE": str(tmp_path / "site.env"), "SLURM_SUBMIT_DIR": str(tmp_path),
         "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "a", "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "17",
+        "MASTER_ADDR": "a", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "17",
     }  # fmt: skip
 
     def run(script, *words, **changed):
@@ -44,13 +44,34 @@ def job(tmp_path):
     return run
 
 
+# srun, whose ranks stop and save into the folder that they are told.
+SAVES = STAND_IN + 'for word; do folder=${word#--checkpoints=}; done; echo yes >"$folder/stopped"\n'
+
+
 @pytest.mark.parametrize("flags", [["--checkpoints", "a b"], ["--checkpoints=a b"]])
 def test_the_folder_of_checkpoints_is_the_one_that_was_named_in_either_way(job, tmp_path, flags):
     (tmp_path / "a b").mkdir()
-    (tmp_path / "a b" / "stopped").write_text("SIGUSR1 after 3 steps\n")
+    (tmp_path / "bin" / "srun").write_text(SAVES)
     status, called, _ = job("checkpointed.sbatch", *flags)
     assert [word for word in called if word.startswith("--checkpoints")] == flags[:1]
     assert "requeue" in called and status == 75, "it looks there for the file `stopped`"
+
+
+def test_a_job_that_fails_before_it_trains_is_not_queued_again_for_what_an_earlier_one_saved(
+    job, tmp_path
+):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "stopped").write_text("SIGUSR1 after 3 steps\n")
+    (tmp_path / "bin" / "srun").write_text(STAND_IN + "exit 2\n")
+    status, called, _ = job("checkpointed.sbatch", "--checkpoints", "saved", "--stepz", "3")
+    assert (status, "requeue" in called) == (2, False)
+
+
+def test_a_job_that_may_not_start_again_says_so_the_first_time(job, tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "bin" / "srun").write_text(SAVES)
+    status, called, said = job("checkpointed.sbatch", "--checkpoints=saved", COURSE_RESTARTS="0")
+    assert (status, "requeue" in called, said) == (75, False, "")
 
 
 def test_without_a_folder_the_checkpoints_are_in_one_of_the_job(job):
@@ -63,6 +84,37 @@ def test_a_sweep_over_what_is_no_number_is_one_sentence(job, number):
     status, called, said = job("sweep.sbatch", number, "--", "gpipe.py", "--pace", "80", "160")
     assert status == 2 and f"'{number}' is not a number of micro-batches" in said
     assert said.count("\n") == 1 and not any(word.endswith("srun") for word in called)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["gpip.py"], "there is no source_code/gpip.py"),
+        *((["gpipe.py", "--pace", "80", each], f"--pace '{each}' cannot") for each in ("1e2", "8_0")),
+    ],
+)
+def test_a_sweep_that_cannot_do_equal_work_starts_no_ranks(job, words, sentence):
+    status, called, said = job("sweep.sbatch", "3", "--", *words)
+    assert status == 2 and sentence in said and said.count("\n") == 1
+    assert not any(word.endswith("srun") for word in called)
+
+
+def test_a_sweep_divides_by_the_number_in_every_locale(job, tmp_path):
+    awk = '#!/bin/sh\n[ "$LC_ALL" = C ] && echo 26.6667 || echo 26,6667\n'  # as mawk in German
+    (tmp_path / "bin" / "awk").write_text(awk)
+    (tmp_path / "bin" / "awk").chmod(0o755)
+    _, called, _ = job("sweep.sbatch", "3", "--", "gpipe.py", "--pace", "80", "80", LC_ALL="de_DE")
+    assert called.count("26.6667") == 2
+
+
+@pytest.mark.parametrize("script", ["train.sbatch", "checkpointed.sbatch"])
+def test_a_job_that_has_no_place_to_meet_or_to_write_starts_no_ranks(job, tmp_path, script):
+    status, called, said = job(script, "gpipe.py", MASTER_ADDR="")
+    assert (status, said.count("\n")) == (2, 1) and "export MASTER_ADDR=" in said
+    (tmp_path / "build").touch()
+    status, called, said = job(script, "gpipe.py")
+    assert (status, said.count("\n")) == (2, 1) and f"{tmp_path}/build/jobs/17 cannot be" in said
+    assert not any(word.endswith("srun") for word in called)
 
 
 COURSE_S_OWN = sorted(

@@ -86,6 +86,14 @@ def test_a_name_is_a_name_of_a_file_and_no_path(monkeypatch):
     assert progress.name_of_person() == "______Ada___Bob"
 
 
+def test_names_that_differ_in_a_vowel_are_two_people_and_one_in_two_codings_is_one(monkeypatch):
+    found = []
+    for name in ("राम", "रीम", "Jose\N{COMBINING ACUTE ACCENT}", "José"):
+        monkeypatch.setenv(progress.NAME_VARIABLE, name)
+        found.append(progress.name_of_person())
+    assert found == ["राम", "रीम", "José", "José"]
+
+
 def write_many(folder, person, count):
     progress.os.environ[progress.FOLDER_VARIABLE] = str(folder)
     progress.os.environ[progress.NAME_VARIABLE] = person

@@ -42,6 +42,8 @@ def test_only_steps_with_a_pace_count_and_the_slowest_of_them(tmp_path):
     path = tmp_path / "00_x.ipynb"
     path.write_text(notebook((PACED, step(330.0)), (PACED, step(303.0)), (FREE, step(900.0))))
     assert quiet_run.longest_over(path) == pytest.approx(10)
+    path.write_text(notebook((PACED, step("1.2.3") + step(330.0) + step(1.0, 0.0))))
+    assert quiet_run.longest_over(path) == pytest.approx(10)
     path.write_text(notebook((FREE, step(900.0))))
     assert quiet_run.longest_over(path) == 0
 

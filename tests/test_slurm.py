@@ -378,6 +378,12 @@ def test_every_value_of_the_site_reaches_slurm_and_an_empty_one_is_not_needed(sh
     assert found["PATH"].split(":")[0] == str(tmp_path)
 
 
+@pytest.mark.parametrize("python", ["python3", "slurm/python"])
+def test_no_folder_that_depends_on_where_one_is_goes_into_path(python):
+    found, _ = environment_after({"COURSE_PYTHON": python})
+    assert all(os.path.isabs(folder) for folder in found["PATH"].split(":"))
+
+
 @pytest.mark.parametrize("value", ["a100:2", "two"])
 def test_a_number_of_gpus_that_is_none_is_named_before_a_job_is_submitted(value):
     found, said = environment_after({"COURSE_GPUS_PER_NODE": value})

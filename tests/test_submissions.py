@@ -156,6 +156,19 @@ def test_an_answer_that_never_ends_or_ends_everything_costs_its_notebook_only(
 
 
 @pytest.mark.processes
+def test_what_a_program_of_an_answer_prints_is_not_read_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_submission, "MOST_PRINTED", 2**16)
+    source = f"import os\nfor _ in range(64): os.write(1, b'y\\n' * 2**19)\n{RIGHT}"
+    tracemalloc.start()
+    try:
+        (answer,) = make_submission.run_apart(notebook(tmp_path, source, CHECK))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert answer["said"].startswith("Right: ") and most < 2**25
+
+
+@pytest.mark.processes
 def test_an_answer_may_leave_a_process_and_a_thread_and_ask_for_input(tmp_path, monkeypatch):
     monkeypatch.setattr(make_submission, "LIMIT", 100)
     thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(120,)).start()\n"
@@ -268,6 +281,12 @@ def test_nothing_of_a_submission_is_run_and_its_text_is_text(tmp_path):
 def test_no_name_in_a_table_is_a_formula(sign):
     text = grade_submissions.csv_of({"a.json": submission(f"{sign}1")}, [])
     assert [*csv.reader(io.StringIO(text))][1][0] == f"'{sign}1"
+
+
+def test_no_part_of_a_name_is_a_formula_where_other_signs_separate_cells():
+    text = grade_submissions.csv_of({"a.json": submission("Ada;=1+1")}, [])
+    cells = [*csv.reader(io.StringIO(text), delimiter=";")][1]
+    assert not any(cell.startswith("=") for cell in cells)
 
 
 @pytest.mark.processes

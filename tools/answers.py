@@ -35,9 +35,9 @@ def main():
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         with naming_files():
             notebook = notebook_of(path)
-        answers = [cell.id for cell in answers_of(notebook)]
+        answers = answers_of(notebook)
         for cell in notebook.cells:
-            fold(cell, cell.id in answers)
+            fold(cell, cell in answers)
         with naming_files(path):
             write_whole(path, nbformat.writes(notebook) + "\n")
         print(f"{path.name:36} {len(answers):2} outputs folded")

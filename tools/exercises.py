@@ -52,7 +52,7 @@ def notebook_of(path):
     text = read_text(path, MOST_BYTES)
     try:
         notebook = nbformat.reads(text, as_version=4)
-        whole = all(map(is_cell, notebook.cells))
+        whole = isinstance(notebook.cells, list) and all(map(is_cell, notebook.cells))
     # Not JSON, such as an empty file or one with a merge conflict; or JSON of something else.
     except (nbformat.ValidationError, *OTHER_CONTENT):
         whole = False
@@ -73,17 +73,25 @@ def is_cell(cell):
     ):
         return False
     if cell.get("cell_type") == "code":
-        return isinstance(cell.get("outputs"), list) and all(map(is_output, cell["outputs"]))
+        listed = isinstance(cell.get("outputs"), list) and is_counted(cell)
+        return listed and all(map(is_output, cell["outputs"]))
     return cell.get("cell_type") in ("markdown", "raw")
 
 
 def is_output(output):
     """Whether an output of a cell has a text, or texts and drawings by their kinds."""
     data = output.get("data", {}) if isinstance(output, dict) else None
-    if not isinstance(data, dict) or not is_text(output.get("text", "")):
+    if not isinstance(data, dict) or not is_counted(output):
+        return False
+    if not is_text(output.get("text", None if output.get("output_type") == "stream" else "")):
         return False
     texts = [value for kind, value in data.items() if not kind.endswith("json")]
     return all(map(is_text, texts)) and "<svg" in "".join(data.get("image/svg+xml", "<svg"))
+
+
+def is_counted(part):
+    """Whether the number of a run in a cell or an output is one, or is not there."""
+    return type(part.get("execution_count")) in (int, type(None))
 
 
 def is_text(value):

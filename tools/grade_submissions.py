@@ -127,7 +127,7 @@ def marks_of(submission):
 def csv_of(submissions, exercises):
     """A row per submission: name, file, time, number of right answers, a mark per exercise."""
     text = io.StringIO()
-    table = csv.writer(text)
+    table = csv.writer(text, quoting=csv.QUOTE_ALL)  # another sign may separate cells elsewhere
     titles = [f"{exercise.lesson} {exercise.name}" for exercise in exercises]
     table.writerow(["name", "file", "made", "right", *titles])
     for name, submission in submissions.items():

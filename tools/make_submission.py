@@ -42,6 +42,7 @@ FORM = "submission of the course on pipeline parallelism, 1"
 LIMIT = 600  # seconds for a notebook
 COMPUTING = 60  # seconds of processor time for a cell, so that a loop without end costs one answer
 MOST_LETTERS = 20_000  # of an answer, and of the output of a check
+MOST_PRINTED = 2**25  # bytes that are read of what a notebook's process has printed
 PROGRAM = re.compile(r"%%writefile \{(\w+)\}\n(.*)", re.DOTALL)  # an answer that is a whole file
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
@@ -133,7 +134,8 @@ def run_apart(path):
 
 
 def text_of(file):
-    file.seek(0)
+    """The end of what a file has: an answer may start a program that prints gigabytes."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_PRINTED))
     return file.read().decode(errors="replace")
 
 

@@ -24,7 +24,7 @@ from files.outputs import replace_file  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
 
-STEP = r"^step ([\d.]+) ms \(predicted ([\d.]+) ms\)"
+STEP = r"^step (\d+\.\d+) ms \(predicted (\d+\.\d+) ms\)"
 
 
 @in_one_sentence()
@@ -78,7 +78,8 @@ def longest_over(path):
         if "--pace" in cell.source:
             text = "".join(output.get("text", "") for output in cell.get("outputs", []))
             steps = re.findall(STEP, text, re.MULTILINE)
-            over += [100 * (float(took) / float(predicted) - 1) for took, predicted in steps]
+            timed = [(float(took), float(predicted)) for took, predicted in steps]
+            over += [100 * (took / predicted - 1) for took, predicted in timed if predicted]
     return max(over)
 
 

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 FOLDER_VARIABLE = "COURSE_PROGRESS"
@@ -74,7 +75,10 @@ def name_of_person():
         name = os.environ.get(NAME_VARIABLE) or getpass.getuser()
     except (KeyError, OSError):  # a user without a name
         name = ""
-    return re.sub(r"[^\w-]", "_", name)[:40] or "somebody"
+    # The vowels of many scripts are marks, which \w lacks: without them two names would be one.
+    letters = unicodedata.normalize("NFC", name)[:40]
+    kept = (re.match(r"[\w-]", one) or unicodedata.category(one)[0] == "M" for one in letters)
+    return "".join(one if keep else "_" for one, keep in zip(letters, kept)) or "somebody"
 
 
 def tell_once(sentence, stream=None):
