@@ -234,7 +234,9 @@ def test_scores_that_are_not_numbers_end_the_run_with_a_sentence(temperature, va
 def test_a_token_that_is_no_byte_is_neither_read_nor_printed_as_one():
     model = SimpleNamespace(tokenizer=None, model_folder=None, data=None, vocabulary=300, seq_len=8)
     model.checkpoints = "saved"
-    with pytest.raises(SystemExit, match="--checkpoints saved has no tokenizer.json; .*--tokenizer"):
+    with pytest.raises(
+        SystemExit, match="--checkpoints saved has no tokenizer.json; .*--tokenizer"
+    ):
         inference.read_corpus(model)
     assert load_corpus(load_text()).decode([104, 105, 256, 299, 33]) == "hi\ufffd\ufffd!"
 

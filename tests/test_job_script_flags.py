@@ -90,7 +90,10 @@ def test_a_sweep_over_what_is_no_number_is_one_sentence(job, number):
     ("words", "sentence"),
     [
         (["gpip.py"], "there is no source_code/gpip.py"),
-        *((["gpipe.py", "--pace", "80", each], f"--pace '{each}' cannot") for each in ("1e2", "8_0")),
+        *(
+            (["gpipe.py", "--pace", "80", each], f"--pace '{each}' cannot")
+            for each in ("1e2", "8_0")
+        ),
     ],
 )
 def test_a_sweep_that_cannot_do_equal_work_starts_no_ranks(job, words, sentence):

@@ -326,7 +326,7 @@ def body_of(file, exporter, course):
     answers = answers_of(notebook)  # cells, because those of other programs may have no id
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = with_formulas(without_lost(cell))
+            cell.source = with_formulas(cell.source)
         else:
             is_answer = cell in answers  # before it changes
             prepare_code(cell)
@@ -338,16 +338,6 @@ def body_of(file, exporter, course):
         explorer = Path(os.path.relpath(address_of(EXPLORER, course.folders), file.parent))
         living = living_pages.bring_to_life(notebook.cells, file.stem, explorer.as_posix())
     return html_of(notebook.cells, exporter, living)
-
-
-def without_lost(cell):
-    """The text of a cell; nbconvert refuses a picture that the cell lost when it was copied."""
-    kept = cell.get("attachments") or {}
-    return re.sub(
-        r"(\]\(|\]: *)attachment:([^)\s]*)",
-        lambda match: match[0] if match[2] in kept else match[1] + match[2],
-        cell.source,
-    )
 
 
 def html_of(cells, exporter, living=()):
