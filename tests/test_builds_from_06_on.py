@@ -669,6 +669,13 @@ def test_a_program_may_end_with_an_exit(end, tmp_path, capsys):
     assert answer_to(tmp_path, capsys, "training_program", last).startswith("Right: ")
 
 
+@pytest.mark.parametrize("end", ["raise SystemExit", "sys.exit(0)"])
+def test_a_function_that_ends_with_an_exit_has_not_done_its_work(end, tmp_path, capsys):
+    start = "        return 0\n", f"        import sys\n        {end}\n"
+    said = answer_to(tmp_path, capsys, "save_and_restore", start)
+    assert said.startswith("Not yet: ") and "of restore" in said and "raised SystemExit" in said
+
+
 def survives_other_moments(save, restore):
     return build_save.survives(save, restore, build_save.moments(1)) is None
 

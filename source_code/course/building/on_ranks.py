@@ -40,7 +40,10 @@ def main():
     except SystemExit as end:
         if end.code:
             raise
-        say_done()
+        if request["functions"]:  # a function returns; only a program may end like this
+            tell("raised", **described(end))
+        else:
+            say_done()
     except Exception as error:
         tell("raised", **described(error))
     time.sleep(60)
