@@ -370,6 +370,23 @@ def with_few_digits(deferred):
         weight.grad += gradient.flatten(0, -2).float().T @ inputs.flatten(0, -2).float()
 
 
+def added_to_what_is_there(deferred):
+    weight, inputs, gradient = deferred.pop()
+    if weight.grad is not None:
+        weight.grad += gradient.flatten(0, 1).T @ inputs.flatten(0, 1)
+
+
+def into_the_first_weight():
+    weights = []
+
+    def half(deferred):
+        weight, inputs, gradient = deferred.pop()
+        weights.append(weight)
+        weights[0].grad += gradient.flatten(0, 1).T @ inputs.flatten(0, 1)
+
+    return half
+
+
 @pytest.mark.parametrize(
     ("halves", "sentence"),
     [
@@ -410,6 +427,8 @@ def with_few_digits(deferred):
         ((input_half, one_entry), "Right: "),
         ((storing_the_place, adding_at_the_place), "Right: "),
         ((input_half, lambda deferred: deferred.pop()), "adds nothing to weight.grad"),
+        ((input_half, added_to_what_is_there), "whose .grad is None, as after zero_grad"),
+        ((input_half, into_the_first_weight()), "whose .grad is None, as after zero_grad"),
     ],
 )
 def test_split_backward_explains(halves, sentence, capsys):

@@ -55,7 +55,9 @@ def job_script(job, cluster):
     if not isinstance(job, str):
         raise WrongAnswer("give the script as a text, in three quotes")
     text = job.strip() + "\n"
-    complaint = _complaint_on_options(text) or _complaint_on_call(text)
+    complaint = (
+        _complaint_on_options(text) or _complaint_on_call(text) or _complaint_on_good_end(text)
+    )
     if complaint or not (cluster and cluster.is_real):
         return complaint
     return _complaint_on_job(text, cluster)
@@ -217,6 +219,10 @@ def _complaint_on_call(text):
             f"srun ended with status {FAILED}, and your script with 0: SLURM would call the job "
             "COMPLETED. The status of a script is that of its last command"
         )
+    return None
+
+
+def _complaint_on_good_end(text):
     status = _run_with_stand_in(text, 0)[0]
     if status not in (0, NO_COMMAND):
         return (

@@ -68,6 +68,7 @@ def split_backward(input_half, weight_half):
         )
     if computes_product(input_half, g, x, weight):
         return TOO_EARLY
+    return _first_gradient(input_half, weight_half)
 
 
 def numbers_of(input_half, gradient, inputs, weight):
@@ -145,6 +146,24 @@ def _half_of_weights(weight_half, weight, deferred, wanted, k):
         return f"the gradient of micro-batch {k} counts {factor:.4g} times"
     if twice:
         return "what was deferred is still there: a second call would count it twice"
+
+
+def _first_gradient(input_half, weight_half):
+    """The error in the first gradient of another weight, or None."""
+    import torch
+
+    weight = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+    x, g = (torch.randn(2, 5, width, dtype=torch.float64) for width in (3, 4))
+    deferred = []
+    try:
+        with endless_loops_ended():
+            input_half(g, x, weight, deferred)
+            weight_half(deferred)
+    except Exception:  # `weight.grad += ...` loses nothing in silence, and may want zeros there
+        return None
+    wanted = torch.einsum("blo,bli->oi", g, x)
+    if weight.grad is None or not (weight.grad - wanted).abs().max() <= 1e-9:
+        return "a weight whose .grad is None, as after zero_grad, does not get its gradient"
 
 
 @checked("the weights' halves fill the end, where 1F1B's ranks had nothing to do.")
