@@ -42,7 +42,7 @@ def training_parser(description):
     add("--microbatches", default=8, help="parts of a batch", **count)
     add("--learning-rate", type=positive_number, metavar="X", help=f"step size, by default {rates}")
     add("--optimizer", choices=list(LEARNING_RATES), default="sgd", help="update rule")
-    add("--losses", metavar="FILE", help="write the losses from this start on, one JSON object per line")
+    add("--losses", metavar="FILE", help="write the losses since this start, as JSON lines")
     parser.writes.append("--losses")
     return parser
 

@@ -122,8 +122,12 @@ def find_tensors(folder):
         raise InputError(
             f"{folder / file_of[missing]} has no {missing}, which {INDEX} says it has; {AGAIN}"
         )
-    every = {name: tensor for file in files.values() for name, tensor in file.items()}
-    return every | {name: files[file][name] for name, file in file_of.items()}
+    stored = {name for file in files.values() for name in file if not name.endswith(COMPUTED)}
+    if unlisted := sorted(stored - file_of.keys()):
+        raise InputError(
+            f"{folder / INDEX} has no tensor {unlisted[0][:80]}, which its files have; {AGAIN}"
+        )
+    return {name: files[file][name] for name, file in file_of.items()}
 
 
 def tensors_of(path):
