@@ -31,7 +31,11 @@ def main(request, function):
 
     model.FeedForward.forward = forward
     sys.argv = [str(PROGRAM), *shlex.split(request["flags"])]
-    runpy.run_path(str(PROGRAM), run_name="__main__")
+    try:
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    except SystemExit as end:  # with 0, as the program ends
+        if end.code:
+            raise
 
 
 def complaint_of(function):
