@@ -394,7 +394,15 @@ def test_a_text_that_cannot_be_read_is_refused(tmp_path):
         (b'{"text": "a"}' + b" " * 400, "JSON lines"),
         (b'[\n  {\n    "text": "' + b"a" * 400 + b'"\n  }\n]\n', "JSON lines"),
     ],
-    ids=["16 bits", "Latin-1", "a cut character", "behind a mebibyte", "lines", "a line", "array"],
+    ids=[
+        "tokens of 16 bits",
+        "Latin-1",
+        "a cut character",
+        "behind a mebibyte",
+        "lines",
+        "a line",
+        "an array",
+    ],
 )
 def test_what_is_no_plain_text_is_refused_and_the_way_out_is_named(content, said, tmp_path):
     path = tmp_path / "data"
