@@ -335,7 +335,7 @@ def test_submissions(tmp_path):
         found, skipped = grade_submissions.read_all(path.parent)
         text = grade_submissions.csv_of(found, [])
         page = grade_submissions.page_of(found, skipped, [])
-        return text.startswith("name,file,made") and page.encode(errors="backslashreplace")
+        return text.startswith('"name","file","made"') and page.encode(errors="backslashreplace")
 
     assert attack("submissions", file, read, ())[0] == INPUTS
 
