@@ -97,7 +97,7 @@ def test_an_option_that_a_schedule_has_not_is_refused_with_those_it_has():
     with pytest.raises(ScheduleError) as refused:
         build_schedule("gpipe", 4, 8, depth=2)
     assert str(refused.value) == "gpipe has no option 'depth'; it has none"
-    for size in ("name", "num_ranks", "num_microbatches", "chunks"):  # which are no options
+    for size in ("name", "num_ranks", "num_microbatches", "chunks"):  # sizes, not options
         with pytest.raises(ScheduleError, match=f"1f1b has no option '{size}'; it has depth"):
             build_schedule("1f1b", 4, 8, **{size: 2})
 

@@ -53,7 +53,7 @@ class Corpus(Text):
 
     def decode(self, tokens):
         if self.tokenizer is None:
-            # No letter of UTF-8 has the byte 255: a token that is no byte is printed as such.
+            # A token above 255 is not a byte. UTF-8 never uses byte 255, so it is shown as U+FFFD.
             return bytes(min(token, 255) for token in tokens).decode(errors="replace")
         return self.tokenizer.decode(tokens)
 
