@@ -62,6 +62,7 @@ EXTENDED = [
     "distributed_checkpointing --checkpoints {folder}",
     "pretrain_llama --replicas 2 --optimizer sgd --vocabulary 256 --clip 1",
     "pretrain_llama --replicas 2 --vocabulary 256 --evaluate-windows 16 --dtype float64",
+    "pretrain_llama --checkpoints {folder}/saves --save-every 1 --asynchronous",
     "tensor_parallel --tensor 2 --kv-heads 2 --clip 0.1",
     "tensor_parallel --tensor 2 --kv-heads 2 --replicas 2 --sequence whole",
     "inference --requests 5 --groups 4 --tokens 4 --seq-len 32",

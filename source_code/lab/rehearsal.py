@@ -73,7 +73,13 @@ def begin(mode):
     )
     start, group, batch = dist.init_process_group, dist.new_group, dist.batch_isend_irecv
     dist.init_process_group = lambda backend=None, **more: start("rehearsal", **more)
-    dist.new_group = lambda *ranks, **more: group(*ranks, **more | {"backend": "rehearsal"})
+
+    def new_group(*ranks, **more):
+        if more.get("backend") != "cpu:gloo":  # the host's own, beside NCCL, too
+            more["backend"] = "rehearsal"
+        return group(*ranks, **more)
+
+    dist.new_group = new_group
     dist.batch_isend_irecv = lambda operations: as_one(operations, batch)
     begin_transfer = jobs.Transfer.__init__
 
