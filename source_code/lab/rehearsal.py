@@ -75,7 +75,7 @@ def begin(mode):
     dist.init_process_group = lambda backend=None, **more: start("rehearsal", **more)
 
     def new_group(*ranks, **more):
-        if more.get("backend") != "cpu:gloo":  # the host's own, beside NCCL, too
+        if more.get("backend") != "cpu:gloo":  # such a group waits in no queue of a GPU
             more["backend"] = "rehearsal"
         return group(*ranks, **more)
 

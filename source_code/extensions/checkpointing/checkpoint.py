@@ -241,8 +241,8 @@ class Checkpoints:
         Call it before all other methods. Returns None, or a sentence that says why training cannot
         begin; the result is the same on every rank.
         """
-        # A separate group of the hosts, so that a background save does not mix its messages with
-        # others, nor wait in a GPU's queue.
+        # A separate group on the CPU, so that a background save neither mixes its messages with
+        # others nor waits in a GPU's queue.
         self.group = dist.new_group(backend="cpu:gloo", timeout=self.limit)
         problem = None
         try:
