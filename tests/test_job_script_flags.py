@@ -74,6 +74,12 @@ def test_a_job_that_may_not_start_again_says_so_the_first_time(job, tmp_path):
     assert (status, "requeue" in called, said) == (75, False, "")
 
 
+def test_a_limit_of_starts_that_is_no_number_is_one_sentence(job):
+    status, called, said = job("checkpointed.sbatch", "--steps", "3", COURSE_RESTARTS="many")
+    assert status == 2 and "COURSE_RESTARTS=many is not a whole number" in said
+    assert said.count("\n") == 1 and not any(word.endswith("srun") for word in called)
+
+
 def test_without_a_folder_the_checkpoints_are_in_one_of_the_job(job):
     _, called, _ = job("checkpointed.sbatch", "--steps", "3")
     assert called[-2:] == ["--checkpoints", "build/checkpoints-17"]
