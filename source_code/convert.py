@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import torch
 
-from extensions.checkpointing.checkpoint import Checkpoints, Training, find_not_finite_tensor
+from extensions.checkpointing.checkpoint import Checkpoints, Training
 from extensions.checkpointing.checkpoint_folder import (
     CheckpointError,
     check_files,
@@ -109,14 +109,14 @@ def bring_in(arguments):
     checkpoints = Checkpoints(join_job("cpu"), arguments.checkpoints, FIRST_RUN)
     problem = checkpoints.prepare()
     if problem is None:
-        state = training.state(checkpoints.job)
-        problem = find_not_finite_tensor(state) or checkpoints.write(state, 0, time.perf_counter())
+        problem = checkpoints.write(training.state(checkpoints.job), 0, time.perf_counter())
         if problem:  # the folder is new again, so that the same command works once there is room
             shutil.rmtree(os.path.join(arguments.checkpoints, FIRST_RUN), ignore_errors=True)
     checkpoints.finish()
     checkpoints.job.leave()
     if problem:
-        raise SystemExit(f"--from-hf {arguments.from_hf} was not brought in: {problem}")
+        fix = "" if "; " in problem else "; mend that, such as by making room, and start again"
+        raise SystemExit(f"--from-hf {arguments.from_hf} was not brought in: {problem}{fix}")
     words = " ".join(f"{flag} {size}" for flag, size in sizes.items())
     print(f"continue with pretrain_llama.py --checkpoints {quote(arguments.checkpoints)} {words}")
     return 0

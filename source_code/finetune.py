@@ -50,9 +50,9 @@ from pipeline.worker import Worker
 def main():
     arguments, schedule = read_flags()
     job = start_job(arguments, schedule.pairs)
-    claim_output(arguments, job, "--save", arguments.save)
     share_of_loss = ShareOfLoss()
     masters, stages = build_stages(arguments, job, schedule, build_model_part, share_of_loss)
+    claim_output(arguments, job, "--save", arguments.save)
     parameters = dict(pair for part in masters.values() for pair in part.named_parameters())
     tied = tie_ends_of(job, arguments.config, parameters, schedule)
     optimizer = build_optimizer(arguments.optimizer, parameters.values(), arguments.learning_rate)

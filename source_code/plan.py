@@ -326,7 +326,9 @@ def nothing_fits(model, machine, plans):
             candidates = plans_to_compare(model, larger, plans[0].precision)
         except InputError:
             return "\n".join(lines)
-        if any(memory_bound(model, larger, plan) <= machine.memory for plan in candidates):
+        sizes = model.known_sizes or (1,)  # of the others hardly any plan holds less
+        lean = (plan for plan in candidates if plan.microbatch in sizes)
+        if any(memory_bound(model, larger, plan) <= machine.memory for plan in lean):
             return "\n".join([*lines, f"it fits on {larger.gpus} GPUs"])
     return "\n".join([*lines, "more GPUs alone do not help: shorten --seq-len, or use larger GPUs"])
 

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -187,6 +188,16 @@ def test_a_new_notebook_and_one_of_words_or_raw_cells_have_slides_minutes_and_no
     assert len(make_slides.texts_of(made, {})) == 2
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("beginning", ["<!-- slide: ", "![", "![a](../images/a", "](", "["])
+def test_what_begins_a_thousand_times_and_never_ends_is_read_in_a_moment(beginning, monkeypatch):
+    text = beginning * 20_000
+    assert re.sub(minutes.NOT_READ, "", text, flags=re.S) == text
+    monkeypatch.setattr(make_slides, "enough_of", lambda text, most: text)
+    assert make_slides.shortened(text) == make_slides.without_links(text) == text
+    assert make_slides.picture_in(text) is None
+
+
 def test_a_drawing_of_another_program_that_cannot_be_scaled_is_no_figure():
     box = '<svg xmlns="http://www.w3.org/2000/svg" viewBox='
     foreign = ["<svg/>", '<svg viewBox="0 0 x 1"/>', "<svg><", "<SVG/>", f'{box}"0 0 0 0"/>']
@@ -281,6 +292,14 @@ def test_a_folder_that_cannot_be_written_is_one_sentence_with_a_fix(tmp_path, mo
     words += ["--static"] if tool is make_site else []
     said = sentence_of(tool.main, monkeypatch, *words, "--into", tmp_path / "file" / "below")
     assert said.startswith(f"{tool.__name__}.py: ") and "Not a directory" in said and "; " in said
+
+
+@pytest.mark.parametrize("output", [{"output_type": "chart"}, {"output_type": "error"}])
+def test_a_notebook_with_an_output_that_jupyter_does_not_know_is_no_page(tmp_path, output, capsys):
+    cells = [{**CELL, "outputs": [output]}]
+    (tmp_path / "03_b.ipynb").write_text(json.dumps({**json.loads(NOTEBOOK), "cells": cells}))
+    assert not make_site.is_readable(tmp_path, Path("03_b.ipynb"))
+    assert "skipped: 03_b.ipynb is not a notebook" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("tool", [grade_submissions, wall, make_site, quiet_run, rehearse])

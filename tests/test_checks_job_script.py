@@ -179,6 +179,13 @@ def test_a_script_without_an_end_is_told_so(capsys, monkeypatch, call):
     assert "takes longer than 0.5 s, although srun ends at once here" in answer
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("where", ["", " >&2"])
+def test_a_script_that_prints_without_end_is_told_so_and_fills_no_disk(capsys, where):
+    answer = answer_to(capsys, RIGHT.replace("srun", f"yes{where}\nsrun"))
+    assert f"prints {build_job.MOST_PRINTED:,} bytes and more" in answer
+
+
 def test_a_script_is_a_text_and_a_stub_is_not_attempted(capsys):
     assert "give the script as a text" in answer_to(capsys, 3)
     assert answer_to(capsys, ...).startswith("Not attempted yet")

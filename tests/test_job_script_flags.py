@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from course.cluster import Cluster, ClusterFailed
 from course.launch import ROOT
 
 pytestmark = pytest.mark.processes
@@ -72,6 +73,22 @@ def test_a_job_that_may_not_start_again_says_so_the_first_time(job, tmp_path):
     (tmp_path / "bin" / "srun").write_text(SAVES)
     status, called, said = job("checkpointed.sbatch", "--checkpoints=saved", COURSE_RESTARTS="0")
     assert (status, "requeue" in called, said) == (75, False, "")
+
+
+def test_a_limit_of_starts_that_is_no_number_is_one_sentence(job):
+    status, called, said = job("checkpointed.sbatch", "--steps", "3", COURSE_RESTARTS="many")
+    assert status == 2 and "COURSE_RESTARTS=many is not a whole number" in said
+    assert said.count("\n") == 1 and not any(word.endswith("srun") for word in called)
+
+
+@pytest.mark.parametrize("line", ["COURSE_QOS='day", 'COURSE_QOS="two words'])
+def test_an_open_quote_in_the_site_file_is_named_in_the_notebook_too(tmp_path, monkeypatch, line):
+    site = tmp_path / "site.env"
+    site.write_text((ROOT / "slurm" / "site.env").read_text().replace("COURSE_QOS=", line))
+    monkeypatch.setenv("COURSE_SITE", str(site))
+    with pytest.raises(ClusterFailed) as named:
+        Cluster({"PATH": os.environ["PATH"]})
+    assert line in str(named.value) and str(site) in str(named.value)
 
 
 def test_without_a_folder_the_checkpoints_are_in_one_of_the_job(job):

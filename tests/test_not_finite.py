@@ -110,6 +110,34 @@ def test_a_saved_model_with_a_number_that_is_not_finite_is_named_when_it_is_load
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("program", "ranks"),
+    [
+        ("finetune.py --data README.md --steps 1 --seq-len 16 --model {0} --save {0}-new", 1),
+        ("convert.py --from-hf {0} --checkpoints {0}-new", None),
+    ],
+)
+def test_a_base_model_that_is_not_finite_is_named_and_leaves_no_folder(tmp_path, program, ranks):
+    folder = write_model(tmp_path / "model")
+    tensors = {name: stored.read() for name, stored in read_model(folder, 8).tensors.items()}
+    tensors["model.norm.weight"][3] = math.nan
+    write_tensors(folder / "model.safetensors", tensors)
+    with pytest.raises(RunFailed, match="model.norm.weight was saved with a number that is not"):
+        run(program.format(folder), ranks, warm=True, show=False)
+    assert not (tmp_path / "model-new").exists()
+
+
+def test_embedding_and_head_that_are_tied_and_not_finite_are_not_called_apart(tmp_path):
+    folder = write_model(tmp_path / "model", tied=True)
+    tensors = {name: stored.read() for name, stored in read_model(folder, 8).tensors.items()}
+    tensors["model.embed_tokens.weight"][3, 0] = math.nan
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    write_tensors(folder / "model.safetensors", tensors)
+    with pytest.raises(InputError, match="embed_tokens.weight was saved with a number that is not"):
+        read_model(folder, 8)
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("how", first_of(["", "--asynchronous"], 1))
 @pytest.mark.parametrize("script", SAVING)
 def test_a_loss_that_is_not_finite_ends_the_training_and_keeps_the_good_checkpoints(

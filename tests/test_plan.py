@@ -349,6 +349,20 @@ def test_if_nothing_fits_the_answer_says_what_would_have_to_change(capsys):
     assert status == 1 and "more GPUs alone do not help" in text
 
 
+def test_where_nothing_fits_the_memory_of_each_plan_is_computed_once(capsys, monkeypatch):
+    computed = []
+
+    def noted(*plan):
+        computed.append(plan)
+        return memory_per_rank(*plan)
+
+    monkeypatch.setattr("planning.bound.memory_per_rank", noted)
+    status, text = run("gpt-3 --gpus 1 --memory 0.25 --batch-size 4", capsys)
+    assert status == 1 and "more GPUs alone do not help" in text
+    assert len(computed) == len(set(computed)) and {plan[1].gpus for plan in computed} >= {1, 32}
+    assert all(plan[2].microbatch == 1 for plan in computed if plan[1].gpus > 1)
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

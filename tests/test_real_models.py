@@ -305,6 +305,7 @@ def test_a_model_that_did_not_fit_on_the_disk_comes_in_with_the_same_command(fol
     full = ["bash", "-c", f"ulimit -f 1; exec {sys.executable} -B {script} {flags}"]
     ended = subprocess.run(full, capture_output=True, text=True, timeout=90)
     assert ended.returncode == 2 and "was not brought in: " in ended.stderr
+    assert ended.stderr.count("room") == 1, "it says what to do"
     assert ended.stderr.count("\n") == 1
     assert "continue with pretrain_llama.py" in converted(flags)
 

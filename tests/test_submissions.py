@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tracemalloc
@@ -166,6 +167,14 @@ def test_what_a_program_of_an_answer_prints_is_not_read_as_a_whole(tmp_path, mon
     finally:
         tracemalloc.stop()
     assert answer["said"].startswith("Right: ") and most < 2**25
+
+
+@pytest.mark.processes
+def test_a_program_of_an_answer_that_prints_without_end_is_ended_and_costs_no_answer(tmp_path):
+    ended = "import subprocess\nended = subprocess.run(['yes'], timeout=50).returncode\n"
+    path = notebook(tmp_path, f"{ended}{RIGHT} if ended == -{signal.SIGXFSZ} else ...", CHECK)
+    (answer,) = make_submission.run_apart(path)
+    assert answer["said"].startswith("Right: ")
 
 
 @pytest.mark.processes

@@ -291,10 +291,12 @@ def is_readable(root, file):
         return False
     try:
         if file.suffix == ".ipynb":
-            notebook_of(root / file)
+            for cell in notebook_of(root / file).cells:
+                for output in cell.get("outputs", ()):
+                    nbformat.validate(output, "output", version=4)  # nbconvert shows no other
         elif file.suffix not in PICTURES:
             read_text(root / file)
-    except InputError:
+    except (InputError, nbformat.ValidationError):
         print(f"skipped: {file} is not a {'notebook' if file.suffix == '.ipynb' else 'text'}")
         return False
     return True

@@ -44,7 +44,7 @@ SLIDES = ROOT / "build" / "slides"
 PLANS = ROOT / "docs" / "lesson-plans.md"
 MARK = r"<!-- slide: (.*?)(?:; (above|drawing|words))? -->"
 PARTS = r"(?=<!-- slide: )|(?=^#)|(?=^\*\*\d+\. )|(?=^\*\*Next\.\*\*)"
-NOT_SAID = r"```.*?```|^\|.*$|<!--.*?-->|\$\$.*?\$\$|!\[.*?\]\(.*?\)"  # of a note
+NOT_SAID = r"```.*?```|^\|.*$|<!--(?:(?!<!--).)*?-->|\$\$.*?\$\$|!\[[^][]*\]\([^()]*\)"  # of a note
 MOST_WORDS = 90  # of a note
 
 
@@ -214,7 +214,7 @@ def table_in(part):
 
 def picture_in(part):
     """The first picture of the prose that can be read on a slide, as HTML, or None."""
-    found = re.findall(r"!\[[^\]]*\]\(\.\./(images/[\w.-]+\.svg)\)", part)
+    found = re.findall(r"!\[[^][]*\]\(\.\./(images/[\w.-]+\.svg)\)", part)
     drawn = (picture(read_text(ROOT / file)) for file in found)
     return next(filter(None, drawn), None)
 
@@ -297,7 +297,7 @@ def html_of(markdown):
 
 def without_links(markdown):
     """The text without its links: they lead nowhere, because a slide is not a repository page."""
-    return re.sub(r"\[([^\]]*)\]\([^)\s]*\)", r"\1", markdown)
+    return re.sub(r"\[([^][]*)\]\([^()\s]*\)", r"\1", markdown)
 
 
 if __name__ == "__main__":

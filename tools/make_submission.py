@@ -42,6 +42,7 @@ FORM = "submission of the course on pipeline parallelism, 1"
 LIMIT = 600  # seconds for a notebook
 COMPUTING = 60  # seconds of processor time for a cell, so that a loop without end costs one answer
 MOST_LETTERS = 20_000  # of an answer, and of the output of a check
+MOST_WRITTEN = 2**28  # bytes of a file that an answer, or a program that it starts, writes
 MOST_PRINTED = 2**25  # bytes that are read of what a notebook's process has printed
 PROGRAM = re.compile(r"%%writefile \{(\w+)\}\n(.*)", re.DOTALL)  # an answer that is a whole file
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
@@ -52,10 +53,15 @@ def main():
     arguments = parse_arguments()
     if arguments.one:
         os.environ[FOLDER_VARIABLE] = OFF  # these runs do not count as attempts
+        bound_files()
         try:
-            print(json.dumps(answers_of(arguments.one)), flush=True)
+            answers = answers_of(arguments.one)
         except InputError as error:
             sys.exit(f"--one: {error}")
+        with contextlib.suppress(OSError):  # there may be no room after what answers have printed
+            os.lseek(1, 0, os.SEEK_SET)
+            os.ftruncate(1, 0)
+        print(json.dumps(answers), flush=True)
         os._exit(0)  # Python would wait for threads that an answer has left
     file = ROOT / "build" / f"submission_{name_of_person()}.json"
     check_place(file)  # before the minutes that the checks take
@@ -85,6 +91,18 @@ def main():
     right = sum(answer["said"].startswith("Right: ") for answer in answers)
     print(f"{file.relative_to(ROOT)}: {right} of {len(answers)} exercises are right")
     return int(bool(not_written))
+
+
+def bound_files():
+    """From now on no file of this process, or of a program that it starts, exceeds MOST_WRITTEN.
+
+    An answer may leave a program that prints without end, such as yes, which the system then ends.
+    """
+    with contextlib.suppress(ImportError):  # on Windows
+        import resource
+
+        for limit, most in ((resource.RLIMIT_FSIZE, MOST_WRITTEN), (resource.RLIMIT_CORE, 0)):
+            resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
 
 
 def check_place(file):

@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PAGE = ROOT / "docs" / "lessons.md"
 WORDS, LINES, CELLS = 150, 15, 5  # per minute
-NOT_READ = r"<!--.*?-->|!\[.*?\]\(.*?\)|\$\$.*?\$\$|(?<=\])\(.*?\)"
+# No part goes on at the next beginning of its kind, or text without an end would take hours.
+NOT_READ = r"<!--(?:(?!<!--).)*?-->|!\[[^][]*\]\([^()]*\)|\$\$.*?\$\$|(?<=\])\([^()]*\)"
 EXERCISE = r"^\*\*\d+\. (.+?)\.?\*\*\s*\((\d+)( more)? minutes\)"
 HEAD = (
     r"\*\*Time:\*\* (\d+) minutes to read and run, and (\d+) minutes to write your part \(estimated\)\. "

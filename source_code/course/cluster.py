@@ -315,6 +315,9 @@ def _with_site(environment):
     """
     site = Path(os.environ.get("COURSE_SITE", ROOT / "slurm" / "site.env"))
     text = site.read_text(encoding="utf-8")
+    # As in slurm/prepare.sh: an apostrophe in a later comment may close the quote.
+    if unclosed := re.search(r"^COURSE_[A-Z_]*=[^'\"#\n]*(\"[^\"\n]*|'[^'\n]*)$", text, re.M):
+        raise ClusterFailed(f"{site} cannot be read ({unclosed[0]}); close each quote")
     if re.search(r"^COURSE_CONTAINER=(\"\")?$", text, re.M):
         text = re.sub(r"^COURSE_PYTHON=$", f"COURSE_PYTHON={sys.executable}", text, flags=re.M)
     copy = ROOT / "build" / "11_site.env"

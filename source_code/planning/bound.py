@@ -71,6 +71,7 @@ def lower_bound(model, machine, plan):
     return longest + optimizer_time(model, machine, plan)
 
 
+@lru_cache(maxsize=200_000)
 def memory_bound(model, machine, plan):
     """Bytes on the fullest GPU."""
     return max(memory_per_rank(model, machine, plan))

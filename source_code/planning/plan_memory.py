@@ -127,12 +127,11 @@ def memory_by_formulas(model, machine, plan):
     kept, at_work, loss = kept * wider, at_work * wider, loss * wider
     deferred = wider * deferred_bytes(model, plan.microbatch, plan.tensor) / kept
     shape = plan.schedule, plan.ranks, plan.chunks, plan.microbatches(model)
-    held = held_by(*shape, deferred)
+    held, each = held_by(*shape, deferred), state_bytes(machine, plan, 1, value)
     found = []
     for rank in range(plan.ranks):
         stages = plan.stages_of(rank)
-        weights = weights_of(model, plan, stages)
-        states = state_bytes(machine, plan, weights, value)
+        states = weights_of(model, plan, stages) * each
         if group > 1:  # two whole layers: one in use, one in transit
             states += (
                 2 * (BYTES_PER_VALUE + plan.gradient_bytes) * model.layer_weights / plan.tensor

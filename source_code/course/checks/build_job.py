@@ -18,6 +18,7 @@ NODES, RANKS = 2, 4
 PROGRAM = ["source_code/gpipe.py", "--steps", "2"]
 TRIED = ["source_code/one_f_one_b.py", "--steps", "3"]  # with the stand-in for srun
 LOSSES = [5.929890, 5.242678]  # those of lesson 02, whose model the job trains
+MOST_PRINTED = 2**24  # bytes of its output, of its errors, or of another file that it writes
 SECONDS = 20  # limit for a script; the srun that it calls here ends at once
 LONGEST = 30  # minutes that a job of two steps may ask for
 FAILED = 3  # the status of the srun that stands in for a rank that fails
@@ -156,11 +157,11 @@ def _run_with_stand_in(text, srun_status):
         }
         # Bash takes flags from the first line only if it is started by it, and that may be a login.
         strict = "-e" if re.match(r"#!.*\s-[a-z]*e", text) else "+e"
-        ended = _run(["bash", strict, str(folder / "job.sbatch"), *TRIED], environment)
+        status, errors = _run(["bash", strict, str(folder / "job.sbatch"), *TRIED], environment)
         called = words.read_text(encoding="utf-8").splitlines() if words.exists() else None
         started = len(calls.read_text(encoding="utf-8")) if calls.exists() else 0
-    last = (ended.stderr.strip().splitlines() or [""])[-1].rpartition(f"{folder}/")[2]
-    return ended.returncode, last, called, started
+    last = (errors.strip().splitlines() or [""])[-1].rpartition(f"{folder}/")[2]
+    return status, last, called, started
 
 
 def _complaint_on_call(text):
@@ -262,16 +263,26 @@ def _complaint_on_sizes(called, own):
 
 
 def _run(words, environment):
-    try:
-        return subprocess.run(
-            words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise WrongAnswer(
-            f"your script takes longer than {SECONDS} s, although srun ends at once here: what does it "
-            "wait for?"
-        ) from None
+    """(exit status, errors) of a script, none of whose files may become longer than MOST_PRINTED."""
+    words = ["bash", "-c", f'ulimit -c 0 -f {MOST_PRINTED // 1024} && exec "$0" "$@"', *words]
+    # Not pipes, from which Python would read gigabytes into its memory.
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
+        try:
+            ended = subprocess.run(
+                words, cwd=ROOT, env=environment, stdout=printed, stderr=errors, timeout=SECONDS,
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise WrongAnswer(
+                f"your script takes longer than {SECONDS} s, although srun ends at once here: what does "
+                "it wait for?"
+            ) from None
+        if max(file.seek(0, os.SEEK_END) for file in (printed, errors)) >= MOST_PRINTED:
+            raise WrongAnswer(
+                f"your script prints {MOST_PRINTED:,} bytes and more; does something in it print without end?"
+            )
+        errors.seek(0)
+        return ended.returncode, errors.read().decode(errors="replace")
 
 
 def _complaint_on_job(text, cluster):

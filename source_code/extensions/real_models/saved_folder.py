@@ -33,12 +33,12 @@ class SavedModel:
     tensors: dict
 
     def weight(self, name):
-        """Read the parameter with the course's name `name` from its file."""
-        return self.tensors[self.stored_name(name)].read()
+        """Read the parameter with the course's name `name` from its file.
 
-    def finite_weight(self, name):
-        """Read it as `weight` does. Raises InputError if a number in it is not finite."""
-        weight, stored = self.weight(name), self.stored_name(name)
+        Raises InputError if a number in it is not finite.
+        """
+        stored = self.stored_name(name)
+        weight = self.tensors[stored].read()
         least, largest = weight.aminmax()  # both are nan if one number is
         if not (least.isfinite() and largest.isfinite()):
             raise InputError(
@@ -53,7 +53,7 @@ class SavedModel:
 
     def build_part(self, first, last, dtype, device):
         """Build layers `first` to `last` - 1 with their weights; no other tensor is read."""
-        return fill_part(lay_out(self.settings, first, last), self.finite_weight, dtype, device)
+        return fill_part(lay_out(self.settings, first, last), self.weight, dtype, device)
 
 
 def is_tied_copy(settings, name):
@@ -155,7 +155,7 @@ def check_tied(model):
     embedding, head = name_in_file("embedding.weight"), name_in_file("head.weight")
     if not model.settings.tied or head not in model.tensors:
         return
-    if not torch.equal(model.tensors[embedding].read(), model.tensors[head].read()):
+    if not torch.equal(model.weight("embedding.weight"), model.tensors[head].read()):
         raise InputError(
             f"{model.folder}: tie_word_embeddings is true, and {head} is not {embedding}; "
             "set it to false in config.json, or save the model again with tied weights"
