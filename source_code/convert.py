@@ -115,7 +115,7 @@ def bring_in(arguments):
     checkpoints.finish()
     checkpoints.job.leave()
     if problem:
-        fix = "" if "; " in problem else "; mend that, such as by making room, and start again"
+        fix = "" if "; " in problem else "; mend that (make room, for example) and start again"
         raise SystemExit(f"--from-hf {arguments.from_hf} was not brought in: {problem}{fix}")
     words = " ".join(f"{flag} {size}" for flag, size in sizes.items())
     print(f"continue with pretrain_llama.py --checkpoints {quote(arguments.checkpoints)} {words}")

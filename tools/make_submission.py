@@ -102,7 +102,8 @@ def bound_files():
         import resource
 
         for limit, most in ((resource.RLIMIT_FSIZE, MOST_WRITTEN), (resource.RLIMIT_CORE, 0)):
-            resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
+            hard = resource.getrlimit(limit)[1]  # -1 is none
+            resource.setrlimit(limit, (min(most, hard) if hard >= 0 else most, hard))
 
 
 def check_place(file):
