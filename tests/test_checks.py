@@ -184,6 +184,8 @@ def test_a_wrong_fraction_is_explained_as_any_number_is(capsys):
             "2 loads, washer 12, dryer 12: you say 48 minutes",
         ),
         (lambda n, w, d: 100, "playing it load by load gives 230"),
+        (lambda n, w, d: min(n, 40) * max(w, d) + min(w, d), "playing it load by load gives 5285"),
+        (lambda n, w, d: round((n - 1) * max(w, d) + w + d, 1), "playing it load by load gives"),
     ],
 )
 def test_laundry_explains(minutes, sentence, capsys):
@@ -630,8 +632,13 @@ def test_enough_microbatches_is_right_in_any_style(needed, capsys):
         (lambda p, x: 1000, "12 would do"),
         (doubled_until_enough, "16 micro-batches, whose bubble is 0.2000; 12 would do"),
         (lambda p, x: math.ceil(p * (1 - x) / x), "15 micro-batches, whose bubble is 0.2105; 12"),
-        (counted_up_in_thousandths, "bubble at most 0.133: you say 26 micro-batches"),
-        (lambda p, x: max(1, int((p - 1) * (1 - x) / x + 0.9)), "bubble at most 0.489: you say 1"),
+        (counted_up_in_thousandths, "8 ranks, bubble at most 0.067: you say 97 micro-batches"),
+        (
+            lambda p, x: max(1, int((p - 1) * (1 - x) / x + 0.9)),
+            "19 ranks, bubble at most 0.817: you say 4",
+        ),
+        (lambda p, x: counted_up(min(p, 32), x), ", too much"),
+        (lambda p, x: counted_up(p, min(x, 0.5)), " would do"),
     ],
 )
 def test_enough_microbatches_explains(needed, sentence, capsys):
@@ -683,6 +690,7 @@ def test_most_microbatches_explains(most, sentence, capsys):
             "rank 0 of 3: you say version 0; it is 1. On 4 ranks",
         ),
         (lambda k, r, p: max(0, k - (p - 1 ^ r)), "rank 1 of 3: you say version 0; it is 1"),
+        (lambda k, r, p: max(0, min(k, 8) - (p - 1 - r)), "mini-batch 9 on rank 0 of 4: you say"),
     ],
 )
 def test_version_seen_explains(version, sentence, capsys):
@@ -1043,6 +1051,14 @@ def test_files_to_open_knows_the_right_ones(capsys):
         (as_if_all_had_as_many_as_the_first, "rank 4 of 5 has layers 8 to 9, and you open [2, 3]"),
         (lambda r, n, s, k: range(r * s // n, -(-(r + 1) * s // n)), "rank 2 of 5 has layers 4"),
         (of_both_ends, "in the file of rank 1 lie layers 2 to 3"),
+        (
+            lambda r, n, s, k: overlapping(r, n, s, k) if k % 2 == 0 else range(s),
+            "rank 0 of 2 has layers 0 to 1, and you open",
+        ),
+        (
+            lambda r, n, s, k: overlapping(r, n, s, k)[: 2 if r % 2 else 24],
+            "in the file of rank",
+        ),
     ],
 )
 def test_files_to_open_explains(files, sentence, capsys):
@@ -1092,9 +1108,9 @@ def end_of_last_chain(waits):
     return rank if waits[rank] is None else "deadlock"
 
 
-def end_of_a_short_chain(waits):
+def end_of_a_short_chain(waits, hops=4):  # enough for the four ranks of the lesson
     ends = set(waits)
-    for _ in range(4):  # enough for the four ranks of the lesson
+    for _ in range(hops):
         ends = {end if waits[end] is None else waits[end] for end in ends}
     return "deadlock" if any(waits[end] is not None for end in ends) else ends.pop()
 
@@ -1120,7 +1136,11 @@ def whoever_is_in_no_pair(waits):
         (whoever_is_in_no_pair, "4: 3}: you say 3, and not all others wait for it"),
         (
             end_of_a_short_chain,
-            "6: None, 7: 6, 8: 5, 9: 10, 10: 2}: you say 'deadlock', but rank 6 waits",
+            "9: 6, 10: 9}: you say 'deadlock', but rank 0 waits for nobody",
+        ),
+        (
+            partial(end_of_a_short_chain, hops=12),
+            "12: 11, 13: None}: you say 'deadlock', but rank 13",
         ),
         (lambda waits: 9, "neither a rank nor"),
         (lambda waits: [2], "neither a rank nor"),

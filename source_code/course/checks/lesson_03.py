@@ -3,7 +3,7 @@
 
 from itertools import product
 
-from course.checks.answer import call_for_number, checked, drawn
+from course.checks.answer import call_for_number, checked, drawn, many
 
 # Ranks, room and available micro-batches.
 CASES = [(4, 4, 64), (4, 16, 64), (8, 4, 64), (4, 100, 64), (8, 6, 5), (4, 6, 63)]
@@ -28,7 +28,7 @@ def most_microbatches(most):
             if answer == right:
                 continue
             case = (
-                f"{schedule}, {num_ranks} ranks, room for {room}, {available} available: "
+                f"{schedule}, {many(num_ranks, 'rank')}, room for {room}, {available} available: "
                 f"you say {answer:g}"
             )
             if answer > available:

@@ -79,7 +79,7 @@ def _counts(answer, length, case):
         ) from None
     if len(counts) != length:
         numbers = many(len(counts), "number")
-        raise WrongAnswer(f"{case}: you say {counts}, {numbers} for {length} stages")
+        raise WrongAnswer(f"{case}: you say {counts}, {numbers} for {many(length, 'stage')}")
     return counts
 
 

@@ -9,9 +9,9 @@ from pipeline.schedules import interleaved_1f1b, one_f_one_b
 
 
 def _drawn_sizes(choose):
-    num_ranks = choose.randint(2, 6)
-    times = (choose.randint(1, 160) / 4 for _ in range(2))
-    return num_ranks, num_ranks * choose.randint(1, 3), *times, choose.randint(1, 40) / 4
+    num_ranks = choose.randint(2, 10)
+    num_microbatches = num_ranks * choose.randint(1, 24 // num_ranks)
+    return num_ranks, num_microbatches, *(choose.randint(1, most) / 8 for most in (40, 40, 12))
 
 
 # Ranks, micro-batches, and the milliseconds of a forward, a backward and a message.

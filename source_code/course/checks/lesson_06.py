@@ -3,7 +3,7 @@
 
 from itertools import product
 
-from course.checks.answer import call_for_number, checked, close, drawn
+from course.checks.answer import call_for_number, checked, close, drawn, many
 from lab.simulator import Costs, simulate
 from pipeline.schedules import gpipe, one_f_one_b
 
@@ -51,6 +51,6 @@ def held_with_recompute(held):
                 if name == "1f1b" and close(answer, (m - 1) * inp + inside):
                     return f"{case}, as in GPipe; in 1F1B fewer micro-batches wait on this rank"
                 return (
-                    f"{case}; at its peak the rank has {waiting} micro-batches between forward and "
+                    f"{case}; at its peak the rank has {many(waiting, 'micro-batch')} between forward and "
                     "backward, each with its input"
                 )

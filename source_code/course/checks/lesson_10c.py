@@ -149,12 +149,19 @@ CASES = [
     (24, 9.13, 8),
     (11, 2.25, 4),  # the rounded-up share is not the best either
 ]
+
+
+def _layers_head_stages(choose):
+    """Many layers only with few stages, since an answer may try all cuts."""
+    stages = choose.randint(2, 6)
+    layers = stages + choose.randint(0, 90 if stages < 4 else 18)
+    return layers, choose.randint(1, 3000) / 100, stages
+
+
 SIZES = [
     (n, head, k) for n, head in product(range(2, 9), (0.1, 1, 2.5, 4)) for k in range(2, n + 1)
 ]
-SIZES += drawn(
-    lambda choose: (choose.randint(6, 24), choose.randint(1, 1200) / 100, choose.randint(2, 6))
-)
+SIZES += drawn(_layers_head_stages)
 
 
 def slowest_of(cut, head):

@@ -39,10 +39,10 @@ def _is_hang(peers):
 
 def _drawn_hang(choose):
     """The peers of up to sixteen ranks, which wait for one rank or, after a change, in a ring, too."""
-    count = choose.randint(5, 16)
+    count, branches = choose.randint(5, 16), choose.randint(1, 3)
     order, peers = choose.sample(range(count), count), [None] * count
     for place in range(1, count):
-        peers[order[place]] = order[choose.randrange(max(0, place - 3), place)]
+        peers[order[place]] = order[choose.randrange(max(0, place - branches), place)]
     if choose.random() < 0.5:
         rank, peer = choose.sample(range(count), 2)
         peers[rank] = peer
