@@ -7,6 +7,7 @@ from course.checks.answer import WrongAnswer, call, checked, drawn, many, whole_
 
 
 def _sixteenths(choose, most):
+    """Seconds whose sums are exact, in whatever order they are added."""
     return [choose.randint(1, 99) / 16 for _ in range(choose.randint(1, most))]
 
 

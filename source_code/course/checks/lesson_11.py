@@ -38,7 +38,7 @@ def _is_hang(peers):
 
 
 def _drawn_hang(choose):
-    """The peers of up to sixteen ranks, which wait for one rank or, after a change, in a ring, too."""
+    """For each of up to sixteen ranks the one that it waits for: chains that end, or a ring, too."""
     count, branches = choose.randint(5, 16), choose.randint(1, 3)
     order, peers = choose.sample(range(count), count), [None] * count
     for place in range(1, count):

@@ -266,9 +266,8 @@ TRAININGS = [
     (175e9, 300e9, 34, 140e12),
     (175e9, 300e9, 10, 140e12),
     (7e9, 1e12, 30, 200e12),
-    *(
-        (n * 2**29, 86400 * 2**23, 32, 2**47) for n in range(1, 65)
-    ),  # n whole nodes, without rounding
+    # Whole nodes exactly, without rounding.
+    *((nodes * 2**29, 86400 * 2**23, 32, 2**47) for nodes in range(1, 17)),
     *drawn(_drawn_training),
 ]
 
