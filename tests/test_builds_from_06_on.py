@@ -370,6 +370,7 @@ WRONG = {
         ([("def after(", "STARTED = set()\n\n\ndef after("), ("action == adding[-1]:", "action == adding[-1] and "
            "(action, *order) not in STARTED:\n        STARTED.add((action, *order))")],
          "1f1b, rank 0: right in a first step, but in a second one the sum of stage 0 is never started"),
+        ([("adding[-1]", "adding[:16][-1]")], "after 0B15, and 0B19 still adds to that gradient"),
     ],
 }  # fmt: skip
 

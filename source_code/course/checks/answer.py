@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 import numbers
+import random
 from collections import deque
 from collections.abc import Iterator, MappingView
 from decimal import Decimal
@@ -223,6 +224,12 @@ def whole_numbers_in(value):
         if isinstance(each, bool) or not isinstance(each, numbers.Real) or each % 1:
             raise TypeError(f"{each!r} is not a whole number")
     return list(map(int, values))
+
+
+def drawn(case, number=40):
+    """`number` cases, made by `case(choose)` from a random.Random: the same ones in every run."""
+    choose = random.Random(0)
+    return [case(choose) for _ in range(number)]
 
 
 def many(count, thing):

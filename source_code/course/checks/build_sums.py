@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of a hook that starts the sums of gradients early enough (lesson 10)."""
 
+from itertools import product
+
 from course.building import in_words
 from course.building.endless_loops import endless_loops_ended
 from course.checks.answer import WrongAnswer, checked
@@ -8,7 +10,7 @@ from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 from extensions.data_parallel.replicas import replicate
 from lab.simulator import Costs, simulate
-from pipeline.schedules import interleaved_1f1b, one_f_one_b, zb_h1
+from pipeline.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from pipeline.schedules.text_form import from_csv
 
 PROGRAM = "course.checks.build_sums_on_ranks.main"
@@ -18,6 +20,9 @@ REVERSED = from_csv(  # on stages 2 and 3 alone
 )
 TWO_PIPELINES = replicate(interleaved_1f1b(2, 4, 2), 2)  # stages 4 to 7 are the second's
 PLAYED = [one_f_one_b(4, 8), TWO_PIPELINES, zb_h1(4, 8), REVERSED]
+for make in (gpipe, one_f_one_b, zb_h1):
+    PLAYED += [make(p, m) for p, m in [*product(range(1, 5), range(1, 7)), (8, 20)]]
+PLAYED += [interleaved_1f1b(p, p * n, v) for p, n, v in product((2, 3), (1, 3), (2, 3, 4))]
 
 
 @checked("each sum leaves with the last gradient that it adds, and is that of one process.")

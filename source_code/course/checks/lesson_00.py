@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 00: a pipeline of two stations, and the memory wall."""
 
-from course.checks.answer import call_for_number, checked, close, many, require_number
+from itertools import product
+
+from course.checks.answer import call_for_number, checked, close, drawn, many, require_number
+
+# Loads, and the minutes of the washer and of the dryer.
+LAUNDRIES = [(5, 30, 40), (4, 40, 30), (1, 30, 40), (40, 20, 40), (3, 25, 25), (3, 22.5, 12)]
+LAUNDRIES += product(range(1, 7), (12, 22.5, 30, 1), (12, 22.5, 30, 1))
+LAUNDRIES += drawn(
+    lambda c: (c.randint(1, 10 ** c.randint(1, 3)), c.randint(1, 800) / 8, c.randint(1, 800) / 8)
+)
 
 
 @checked("the first load fills the line, then one load comes out each turn of the slower machine.")
 def laundry(laundry_minutes):
     """Check `laundry_minutes(loads, washer, dryer)`: the minutes until the last load is dry."""
-    cases = [(5, 30, 40), (4, 40, 30), (1, 30, 40), (40, 20, 40), (3, 25, 25), (3, 22.5, 12)]
-    cases += [(2, 12, 22.5)]  # a dryer in half minutes; the shortest queue
-    for loads, washer, dryer in cases:
+    for loads, washer, dryer in LAUNDRIES:
         answer = call_for_number(laundry_minutes, loads, washer, dryer)
         right = _play_laundry(loads, washer, dryer)
         if close(answer, right):

@@ -2,21 +2,27 @@
 """Checks of lesson 02: the reader's own GPipe schedule, and the number of micro-batches."""
 
 import math
+from itertools import product
 
 from course.checks.answer import (
     call_for_number,
     call_for_schedule,
     checked,
+    drawn,
     many,
 )
 from lab.simulator import Costs, simulate
 from pipeline.schedules import gpipe, naive
 
+# Ranks and micro-batches.
+SIZES = [(2, 2), (4, 8), (3, 1), (1, 4), (5, 3), *product(range(1, 6), repeat=2)]
+SIZES += drawn(lambda choose: (choose.randint(1, 9), choose.randint(1, 20)), 20)
+
 
 @checked("your schedule is legal, and it takes exactly as long as GPipe's.")
 def own_gpipe(rows):
     """Check `rows(num_ranks, num_microbatches)`: one text per rank, such as "0F0,0F1,0B0,0B1"."""
-    for num_ranks, num_microbatches in [(2, 2), (4, 8), (3, 1), (1, 4), (5, 3)]:
+    for num_ranks, num_microbatches in SIZES:
         schedule = call_for_schedule(rows, num_ranks, num_microbatches)
         case = f"{many(num_ranks, 'rank')}, {many(num_microbatches, 'micro-batch')}"
         timeline = simulate(schedule, Costs(10, 20))
@@ -38,9 +44,17 @@ def own_gpipe(rows):
                 )
 
 
-# Bubbles that can be met exactly are binary fractions, which no form of the formula rounds.
+def _ranks_and_bubble(choose):
+    """Many ranks only with a large bubble, for which few micro-batches are enough."""
+    largest = (10 * choose.randint(2, 99) + choose.choice([1, 3, 7, 9])) / 1000
+    return choose.randint(1, 64 if largest > 0.5 else 9), largest
+
+
+# Bubbles that can be met exactly are powers of one half, which no form of the formula rounds; with
+# thousandths that end in 1, 3, 7 or 9, only more ranks than these could meet one.
 CASES = [(5, 0.25), (4, 0.125), (8, 0.3), (2, 0.5), (1, 0.1), (32, 0.0625)]
-CASES += [(2, 0.027)]  # a bubble of 1/37 is too much by 0.00003 only
+CASES += product(range(1, 9), (0.5, 0.25, 0.125, 0.0625))
+CASES += drawn(_ranks_and_bubble)
 
 
 @checked("m >= (p - 1)(1 - x) / x: halving the bubble takes about twice the micro-batches.")

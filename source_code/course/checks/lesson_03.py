@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of lesson 03 without ranks: how many micro-batches fit into the memory."""
 
-from course.checks.answer import call_for_number, checked
+from itertools import product
+
+from course.checks.answer import call_for_number, checked, drawn, many
+
+# Ranks, room and available micro-batches.
+CASES = [(4, 4, 64), (4, 16, 64), (8, 4, 64), (4, 100, 64), (8, 6, 5), (4, 6, 63)]
+CASES += product(range(1, 7), range(1, 8), range(1, 8))
+CASES += drawn(lambda c: (c.randint(1, 12), c.randint(1, 40), c.randint(1, 99)), 24)
 
 
 @checked("with GPipe, memory limits m; with 1F1B, room for p micro-batches is enough for any m.")
@@ -11,9 +18,7 @@ def most_microbatches(most):
     `schedule` is "gpipe" or "1f1b". Rank 0 has memory for `room` micro-batches; the batch has at
     most `available` micro-batches.
     """
-    cases = [(4, 4, 64), (4, 16, 64), (8, 4, 64), (4, 100, 64), (8, 6, 5), (4, 6, 63)]
-    cases += [(8, 7, 64), (8, 5, 7)]  # one place too few, for all ranks and for a small batch
-    for num_ranks, room, available in cases:
+    for num_ranks, room, available in CASES:
         for schedule in ("gpipe", "1f1b"):
             answer = call_for_number(most, schedule, num_ranks, room, available)
             if schedule == "1f1b" and room >= num_ranks:
@@ -23,13 +28,13 @@ def most_microbatches(most):
             if answer == right:
                 continue
             case = (
-                f"{schedule}, {num_ranks} ranks, room for {room}, {available} available: "
+                f"{schedule}, {many(num_ranks, 'rank')}, room for {room}, {available} available: "
                 f"you say {answer:g}"
             )
             if answer > available:
                 return f"{case}, more than there are"
             if schedule == "gpipe":
-                return f"{case}; rank 0 holds every micro-batch before its first backward"
+                return f"{case}; rank 0 holds every micro-batch before its first backward, and {right} fit"
             if answer > right:
                 return f"{case}, but rank 0 holds min(m, p) and has no room for {min(answer, num_ranks):g}"
             if answer < room < num_ranks:

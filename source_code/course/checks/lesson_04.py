@@ -12,8 +12,8 @@ def version_seen(version):
     Everything counts from 0. The right answer is the number of updates before that forward in the
     rank's list of the schedule.
     """
-    for num_ranks in (4, 3, 1):
-        for rank, order in enumerate(pipedream(num_ranks, 9).orders):
+    for num_ranks in (4, 3, 1, 2, *range(5, 13)):
+        for rank, order in enumerate(pipedream(num_ranks, 40).orders):
             updates = 0
             for action in order:
                 if action.kind == "U":

@@ -1,9 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 04b: the cut with the shortest slowest stage, and the stages of spare ranks."""
 
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, product
 
-from course.checks.answer import WrongAnswer, call, checked, many, whole_numbers_in
+from course.checks.answer import WrongAnswer, call, checked, drawn, many, whole_numbers_in
+
+
+def _sixteenths(choose, most):
+    """Seconds whose sums are exact, in whatever order they are added."""
+    return [choose.randint(1, 99) / 16 for _ in range(choose.randint(1, most))]
+
+
+# Seconds of the layers, and the number of stages.
+LAYERS = [
+    ([2, 2, 2, 2, 2, 2, 2, 2], 4),
+    ([1, 1, 1, 1, 1, 7], 3),
+    ([6, 1, 1, 1, 1, 6], 3),
+    ([4, 4, 4, 4, 4], 3),
+    ([4, 3, 2, 1, 9, 2, 2, 5], 4),
+    ([2, 5, 1, 3], 4),
+    ([3.5, 2, 0.5, 4.5, 3], 3),
+    ([8, 2, 1, 7, 2, 9, 2], 4),
+]
+for number in range(1, 6):
+    LAYERS += product(product((1, 2, 3), repeat=number), range(1, number + 1))
+LAYERS += drawn(lambda c: (seconds := _sixteenths(c, 10), c.randint(1, len(seconds))))
+# Seconds of the stages, and the number of ranks.
+STAGES = [
+    ([60, 30, 30], 4),
+    ([30, 60, 20], 6),
+    ([90, 10, 50], 6),
+    ([20, 20], 4),
+    ([10, 70], 2),
+    ([70, 50, 20], 7),
+    ([30, 20, 90], 9),
+]
+for number in range(1, 4):
+    STAGES += product(product((2, 3, 5, 9), repeat=number), range(number, number + 6))
+STAGES += drawn(lambda c: (seconds := _sixteenths(c, 5), len(seconds) + c.randint(0, 7)))
 
 
 @checked("your slowest stage is as fast as that of the best of all cuts.")
@@ -13,22 +47,9 @@ def best_cut(cut):
     `seconds` has one number per layer. The answer is compared with all possible cuts.
     """
     even = filled = True  # so far: equally many layers; stage after stage filled to the average
-    for seconds, num_stages in (
-        ([2, 2, 2, 2, 2, 2, 2, 2], 4),
-        ([1, 1, 1, 1, 1, 7], 3),
-        ([6, 1, 1, 1, 1, 6], 3),
-        ([4, 4, 4, 4, 4], 3),
-        ([4, 3, 2, 1, 9, 2, 2, 5], 4),
-        ([2, 5, 1, 3], 4),
-        ([3.5, 2, 0.5, 4.5, 3], 3),
-        ([8, 2, 1, 7, 2, 9, 2], 4),
-        ([6, 7, 3, 1, 1, 5, 9, 9, 5, 3], 4),
-        ([1.5, 0.25, 1.75, 0.25, 0.5], 3),  # not to be rounded
-        ([0.1875, 0.3125, 0.375, 0.1875, 0.375, 0.25, 0.0625], 5),
-        ([7, 1, 2, 1, 3], 2),
-        ([2, 7], 1),
-    ):
-        case = f"layers of {seconds} s in {num_stages} stages"
+    for seconds, num_stages in LAYERS:
+        seconds = list(seconds)
+        case = f"layers of {seconds} s in {many(num_stages, 'stage')}"
         counts = _counts(call(cut, list(seconds), num_stages), num_stages, case)
         case += f": you say {counts}"
         if sum(counts) != len(seconds):
@@ -59,7 +80,7 @@ def _counts(answer, length, case):
         ) from None
     if len(counts) != length:
         numbers = many(len(counts), "number")
-        raise WrongAnswer(f"{case}: you say {counts}, {numbers} for {length} stages")
+        raise WrongAnswer(f"{case}: you say {counts}, {numbers} for {many(length, 'stage')}")
     return counts
 
 
@@ -92,25 +113,15 @@ def spare_ranks(ranks):
     planner's estimate.
     """
     even = True  # so far: equally many ranks
-    for seconds, num_ranks in (
-        ([60, 30, 30], 4),
-        ([30, 60, 20], 6),
-        ([90, 10, 50], 6),
-        ([20, 20], 4),
-        ([10, 70], 2),
-        ([70, 50, 20], 7),
-        ([30, 20, 90], 9),
-        ([2, 5, 4], 6),  # the seconds per rank are not to be rounded
-        ([10, 30, 20, 45], 9),
-        ([40], 3),
-    ):
-        case = f"stages of {seconds} s on {num_ranks} ranks"
+    for seconds, num_ranks in STAGES:
+        seconds = list(seconds)
+        case = f"stages of {seconds} s on {many(num_ranks, 'rank')}"
         counts = _counts(call(ranks, list(seconds), num_ranks), len(seconds), case)
         case += f": you say {counts}"
         if min(counts) < 1:
             return f"{case}; each stage needs a rank"
         if sum(counts) != num_ranks:
-            return f"{case}, which are {sum(counts)} ranks"
+            return f"{case}, which are {many(sum(counts), 'rank')}"
         even = even and max(counts) - min(counts) <= 1
         slowest = _pace(seconds, counts)
         best = min(_pace(seconds, each) for each in _all_cuts(num_ranks, len(seconds)))

@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of lesson 06 without ranks: the activation memory with recomputation."""
 
-from course.checks.answer import call_for_number, checked, close
+from itertools import product
+
+from course.checks.answer import call_for_number, checked, close, drawn, many
 from lab.simulator import Costs, simulate
 from pipeline.schedules import gpipe, one_f_one_b
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+# Ranks, micro-batches, and the bytes of an input and of an inside.
+CASES = [(4, 8, 16, 400), (4, 2, 10, 300), (8, 32, 1, 50)]
+CASES += product(range(1, 7), range(1, 7), (3,), (50,))
+CASES += drawn(
+    lambda c: (c.randint(1, 9), c.randint(1, 40), c.randint(1, 99), c.randint(99, 999)), 20
+)
 
 
 @checked("an input for each micro-batch that waits, and the inside of the one at work.")
@@ -15,7 +23,7 @@ def held_with_recompute(held):
     It returns the peak activation memory of a rank in bytes. `schedule` is "gpipe" or "1f1b".
     `inside_bytes` is what one forward saves without recomputation, including its input.
     """
-    for num_ranks, m, inp, inside in [(4, 8, 16, 400), (4, 2, 10, 300), (8, 32, 1, 50)]:
+    for num_ranks, m, inp, inside in CASES:
         for name, make in SCHEDULES.items():
             peaks = simulate(make(num_ranks, m), Costs()).peak_held_per_rank
             for rank, waiting in enumerate(peaks):
@@ -43,6 +51,6 @@ def held_with_recompute(held):
                 if name == "1f1b" and close(answer, (m - 1) * inp + inside):
                     return f"{case}, as in GPipe; in 1F1B fewer micro-batches wait on this rank"
                 return (
-                    f"{case}; at its peak the rank has {waiting} micro-batches between forward and "
+                    f"{case}; at its peak the rank has {many(waiting, 'micro-batch')} between forward and "
                     "backward, each with its input"
                 )

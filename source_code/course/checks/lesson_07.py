@@ -2,9 +2,10 @@
 """Checks of lesson 07: the order of the calls in a save, and the files that each rank reads."""
 
 import re
+from itertools import product
 from numbers import Real
 
-from course.checks.answer import WrongAnswer, call, checked, in_a_list, number_in
+from course.checks.answer import WrongAnswer, call, checked, drawn, in_a_list, many, number_in
 from pipeline.model import cut_evenly
 
 CALLS = ["write", "sync", "wait for all ranks", "rename", "move latest", "remove the oldest"]
@@ -56,8 +57,9 @@ def _after_crash(made):
 
 # (layers, ranks that saved, ranks that restore). With 10 layers on 4 ranks, the stages begin with
 # layers 0, 3, 6 and 8, which rounding rank x 10 / 4 does not give.
-SAVED = [(8, 4, 2), (8, 2, 4), (8, 4, 1), (8, 4, 4), (10, 4, 3), (10, 4, 5), (10, 3, 4)]
-SAVED += [(12, 6, 2)]  # with a file between the first and the last of a rank
+SAVED = [(8, 4, 2), (8, 2, 4), (8, 4, 1), (8, 4, 4), (10, 4, 3), (10, 4, 5), (12, 6, 2)]
+SAVED += ((n, *ranks) for n in range(1, 9) for ranks in product(range(1, n + 1), repeat=2))
+SAVED += drawn(lambda c: (c.randint(24, 99), c.randint(1, 24), c.randint(1, 24)))
 
 
 @checked("a rank opens the files that hold its layers, whoever wrote them.")
@@ -70,20 +72,26 @@ def files_to_open(files):
             wanted = [s for s, (low, high) in enumerate(saved) if low < last and first < high]
             if answer == wanted:
                 continue
-            case = f"{layers} layers saved by {saved_by} ranks, rank {rank} of {num_ranks}"
+            case = f"{many(layers, 'layer')} saved by {many(saved_by, 'rank')}, rank {rank} of {num_ranks}"
             last_too = _opened(files, num_ranks - 1, num_ranks, saved_by, layers)
             if answer == list(range(saved_by)) == last_too:
                 hint = "that is every file: it needs those only in which its own layers lie"
             elif set(wanted) - set(answer):
                 missing = min(set(wanted) - set(answer))
-                hint = f"in the file of rank {missing} lie layers {saved[missing][0]} to {saved[missing][1] - 1}"
+                low, high = saved[missing]
+                lie = "lie" if high - low > 1 else "lies"
+                hint = f"in the file of rank {missing} {lie} {_layers(low, high)}"
             else:
                 extra = min(set(answer) - set(wanted), default=None)
                 hint = "name each rank once"
                 if extra is not None:
                     hint = f"the file of rank {extra} has none of its layers"
-            return f"{case} has layers {first} to {last - 1}, and you open {answer}: {hint}"
+            return f"{case} has {_layers(first, last)}, and you open {answer}: {hint}"
     return None
+
+
+def _layers(first, last):
+    return f"layers {first} to {last - 1}" if last - first > 1 else f"layer {first}"
 
 
 def _opened(files, *sizes):

@@ -7,7 +7,7 @@ from course.checks.answer import WrongAnswer, call, checked
 @checked("a loop begins anew on rank 0; a V comes back to it, and the loss with it.")
 def placement(place):
     """Check `place(shape, rank, num_ranks)`: the two stages of a rank; `shape` is "loop" or "V"."""
-    for num_ranks in (4, 2, 8, 3):
+    for num_ranks in (4, 2, 8, 3, *range(1, 33)):
         for shape in ("loop", "V"):
             for rank in range(num_ranks):
                 answer = call(place, shape, rank, num_ranks)

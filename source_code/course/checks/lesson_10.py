@@ -1,7 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of lesson 10: the weight of a token."""
 
-from course.checks.answer import WrongAnswer, call_for_number, checked, close
+from course.checks.answer import WrongAnswer, call_for_number, checked, close, drawn
+
+
+def _drawn_losses(choose):
+    """The losses of up to six micro-batches, whose shares float32 has without rounding."""
+    counts = [0] * choose.randint(1, 6)
+    for _ in range(2 ** choose.randint(0, 6)):
+        counts[choose.randrange(len(counts))] += 1
+    return [[choose.randint(1, 80) * count / 16 for _ in range(count)] for count in counts]
+
+
+CASES = [[[2.0, 4.0], [9.0]], [[1.0], [], [5.0, 6.0, 7.0]], [[0.0625, 0.0625], [4.0, 4.0]]]
+CASES += drawn(_drawn_losses)
 
 
 @checked("one divisor for the whole batch, and every real token weighs the same.")
@@ -11,8 +23,7 @@ def share_of_loss(share):
     `losses` is the list of the losses of its real tokens; `counts` has the number of real tokens of
     every micro-batch of every replica.
     """
-    cases = [[[2.0, 4.0], [9.0]], [[1.0], [], [5.0, 6.0, 7.0]], [[0.0625, 0.0625], [4.0, 4.0]]]
-    for pieces in cases:
+    for pieces in CASES:
         counts = [len(piece) for piece in pieces]
         right = sum(map(sum, pieces)) / sum(counts)
         shares = []
@@ -25,7 +36,10 @@ def share_of_loss(share):
         answer = sum(shares)
         if close(answer, right):
             continue
-        case = f"token losses {pieces}: your shares add up to {answer:.6g}"
+        given = (
+            f"token losses {pieces}" if sum(counts) <= 8 else f"micro-batches of {counts} tokens"
+        )
+        case = f"{given}: your shares add up to {answer:.6g}"
         means = [sum(piece) / max(len(piece), 1) for piece in pieces]
         if close(answer, sum(means) / len(means)):
             return f"{case}, a mean of means: the tokens of a short micro-batch weigh more there"

@@ -2,8 +2,9 @@
 """Checks of lesson 10c: the loss of a split vocabulary on three real ranks, and a cut by cost."""
 
 import math
+from itertools import product
 
-from course.checks.answer import call, checked, close, whole_numbers_in
+from course.checks.answer import call, checked, close, drawn, whole_numbers_in
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 
@@ -146,9 +147,21 @@ CASES = [
     (24, 4.8, 4),
     (24, 9.13, 4),
     (24, 9.13, 8),
-    (5, 0.1, 5),
     (11, 2.25, 4),  # the rounded-up share is not the best either
 ]
+
+
+def _layers_head_stages(choose):
+    """Many layers only with few stages, since an answer may try all cuts."""
+    stages = choose.randint(2, 6)
+    layers = stages + choose.randint(0, 90 if stages < 4 else 18)
+    return layers, choose.randint(1, 3000) / 100, stages
+
+
+SIZES = [
+    (n, head, k) for n, head in product(range(2, 9), (0.1, 1, 2.5, 4)) for k in range(2, n + 1)
+]
+SIZES += drawn(_layers_head_stages)
 
 
 def slowest_of(cut, head):
@@ -168,7 +181,7 @@ def best_of(layers, head, stages):
 @checked("no cut has a faster slowest stage.")
 def cut_by_cost(function):
     """Check `function(layers, head, stages)`: the layers of each stage; the head is on the last."""
-    for layers, head, stages in CASES:
+    for layers, head, stages in [*CASES, *SIZES]:
         case = f"{layers} layers, a head of {head}, {stages} stages"
         try:
             cut = whole_numbers_in(call(function, layers, head, stages))

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of lesson 11's search for the rank to look at. build_job.py has the other check."""
 
+from itertools import product
+
 from course.building.endless_loops import endless_loops_ended
-from course.checks.answer import call, checked
+from course.checks.answer import call, checked, drawn
 
 
 class RoundAndRound(RecursionError):
@@ -16,8 +18,10 @@ class Waits(dict):
 
     def __getitem__(self, rank):
         self.asked += 1
-        if self.asked > 1000:
-            raise RoundAndRound("asked 1000 times who waits for whom; a ring of waits has no end")
+        if self.asked > 1000 + len(self) ** 3:
+            raise RoundAndRound(
+                "asked again and again who waits for whom; a ring of waits has no end"
+            )
         return super().__getitem__(rank)
 
     def get(self, rank, default=None):
@@ -26,16 +30,47 @@ class Waits(dict):
 
 
 DEADLOCK = "deadlock"
+
+
+def _is_hang(peers):
+    """Whether no rank waits for itself, and at most one for nobody."""
+    return peers.count(None) <= 1 and all(rank != peer for rank, peer in enumerate(peers))
+
+
+def _drawn_hang(choose):
+    """For each of up to sixteen ranks the one that it waits for: chains that end, or a ring, too."""
+    count, branches = choose.randint(5, 16), choose.randint(1, 3)
+    order, peers = choose.sample(range(count), count), [None] * count
+    for place in range(1, count):
+        peers[order[place]] = order[choose.randrange(max(0, place - branches), place)]
+    if choose.random() < 0.5:
+        rank, peer = choose.sample(range(count), 2)
+        peers[rank] = peer
+    return peers
+
+
+# For each rank the one that it waits for.
 HANGS = [
-    ({0: 1, 1: 2, 2: None, 3: 2}, 2),
-    ({0: 1, 1: 3, 2: 1, 3: None, 4: 1}, 3),
-    ({0: 1, 1: 0}, DEADLOCK),
-    ({0: 1, 1: 2, 2: 3, 3: 2}, DEADLOCK),
-    ({0: None, 1: 0, 2: 1}, 0),
-    ({0: 1, 1: None, 2: 3, 3: 2}, DEADLOCK),  # rank 1 holds up rank 0 alone
-    ({0: 1, 1: 2, 2: 0, 3: None, 4: 3}, DEADLOCK),
-    ({**{rank: rank + 1 for rank in range(8)}, 8: None}, 8),  # a chain longer than the others
+    [1, 2, None, 2],
+    [1, 3, 1, None, 1],
+    [1, 0],
+    [1, 2, 3, 2],
+    [None, 0, 1],
+    [1, None, 3, 2],  # rank 1 holds up rank 0 alone
+    [1, 2, 0, None, 3],
+    *filter(_is_hang, (each for n in (2, 3, 4) for each in product([*range(n), None], repeat=n))),
+    *drawn(_drawn_hang),
 ]
+
+
+def _end_of(waits):
+    """The rank at the end of all chains, or DEADLOCK."""
+    for rank in waits:
+        for _ in waits:
+            rank = rank if waits[rank] is None else waits[rank]
+        if waits[rank] is not None:
+            return DEADLOCK
+    return rank
 
 
 @checked("all waits lead to one rank, or some go round in a ring: a deadlock.")
@@ -44,7 +79,8 @@ def to_blame(blame):
 
     `waits` maps each rank to the rank that it waits for, or to None if it does not wait.
     """
-    for waits, right in HANGS:
+    for waits in (dict(enumerate(peers)) for peers in HANGS):
+        right = _end_of(waits)
         with endless_loops_ended():  # a copy of `waits` does not count its reads
             answer = call(blame, Waits(waits))
         if answer == right:

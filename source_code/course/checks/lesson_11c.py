@@ -14,6 +14,7 @@ from course.checks.answer import (
     call_for_number,
     checked,
     close,
+    drawn,
     require_number,
 )
 from lab.simulator import Costs, simulate
@@ -42,6 +43,12 @@ class Times(NamedTuple):
     recompute: bool = False
 
 
+def _drawn_times(choose):
+    """Times of up to sixteen layers, in quarters of a millisecond."""
+    pairs = ((choose.randint(1, 99) / 4, choose.randint(1, 99) / 4) for _ in range(3))
+    return Times(choose.randint(1, 16), *pairs, recompute=choose.random() < 0.5)
+
+
 # A model with a large vocabulary: its head takes as long as three layers, its embedding less than
 # one layer.
 MEASURED = Times(12, layer=(6, 12), embedding=(2, 4), head=(18, 36))
@@ -52,7 +59,7 @@ CASES = [
     Times(8, (10, 20), (3, 7), (15, 25)),
     Times(8, (10, 20), (3, 7), (15, 25), recompute=True),
     MEASURED,
-    Times(6, (2.5, 6.25), (1.75, 3.5), (4.25, 7.5), recompute=True),
+    *drawn(_drawn_times, 30),
 ]
 
 
@@ -116,8 +123,9 @@ def stage_cost(stage_times):
     """Check `stage_times(times, first, last)`: (forward, backward) in ms of a stage with the layers
     `first` to `last` - 1."""
     for times in CASES:
+        even = cut_evenly(times.layers, min(RANKS, times.layers))
         every_stage = combinations(range(times.layers + 1), 2)
-        for first, last in [*cut_evenly(times.layers, RANKS), (0, times.layers), *every_stage]:
+        for first, last in [*even, (0, times.layers), *every_stage]:
             answer, right = asked(stage_times, times, first, last), right_times(times, first, last)
             if all(map(close, answer, right)):
                 continue
@@ -248,29 +256,37 @@ def reason(way, best):
     return "how long its ranks wait, and at the head on its last stage"
 
 
+def _drawn_training(choose):
+    """Parameters, tokens, days, and the operations per second that a GPU reaches."""
+    parameters, tokens = (choose.randint(1, 99) * 10 ** choose.randint(8, 11) for _ in "PT")
+    return parameters, 10 * tokens, choose.randint(2, 400) / 2, choose.randint(20, 900) * 10**12
+
+
+TRAININGS = [
+    (175e9, 300e9, 34, 140e12),
+    (175e9, 300e9, 10, 140e12),
+    (7e9, 1e12, 30, 200e12),
+    # Whole nodes exactly, without rounding.
+    *((nodes * 2**29, 86400 * 2**23, 32, 2**47) for nodes in range(1, 17)),
+    *drawn(_drawn_training),
+]
+
+
 @checked("8 T P / (n X), turned round, and rounded up to nodes that can be rented whole.")
 def gpus_needed(needed):
     """Check `needed(parameters, tokens, days, flops)`: the GPUs, in whole nodes of 8.
 
     The training time follows equation 4 of Megatron-LM (Narayanan et al. 2021).
     """
-    for parameters, tokens, days, flops in [
-        (175e9, 300e9, 34, 140e12),
-        (175e9, 300e9, 10, 140e12),
-        (7e9, 1e12, 30, 200e12),
-        (2**33, 86400 * 2**23, 32, 2**47),  # whole nodes exactly, without rounding
-        (9 * 2**29, 86400 * 2**23, 32, 2**47),  # again, but an odd number of them
-        (1e12, 450e9, 51, 163e12),
-        (1e9, 20e9, 30, 140e12),  # a part of one node
-    ]:
+    for parameters, tokens, days, flops in TRAININGS:
         exact = training_days(parameters, tokens, 1, flops) / days
         right = GPUS_PER_NODE * math.ceil(exact / GPUS_PER_NODE)
         answer = call_for_number(needed, parameters, tokens, days, flops)
         if answer == right:
             continue
-        case = f"{parameters:g} parameters, {tokens:g} tokens, {days} days: you say {answer:g}"
+        case = f"{parameters:g} parameters, {tokens:g} tokens, {days:g} days: you say {answer:g}"
         if answer == right - GPUS_PER_NODE:
-            return f"{case}, a node too few: that takes longer than {days} days"
+            return f"{case}, a node too few: that takes longer than {days:g} days"
         if answer == right + GPUS_PER_NODE:
             return f"{case}, a node too many: {right} GPUs are enough"
         if answer == right // GPUS_PER_NODE:
@@ -283,6 +299,9 @@ def gpus_needed(needed):
         if answer > 1e6 * right:
             return f"{case}; the more operations per second a GPU reaches, the fewer GPUs it takes"
         if answer > 20 * right:
-            seconds = f"{days} days have {days * SECONDS_PER_DAY}"
+            seconds = f"{days:g} days have {days * SECONDS_PER_DAY:.0f}"
             raise WrongAnswer(f"{case}; a day has {SECONDS_PER_DAY} seconds, and {seconds}")
-        return f"{case}; 8 x {tokens:g} x {parameters:g} operations are to be done in {days} days"
+        return (
+            f"{case}; 8 x {tokens:g} x {parameters:g} operations in {days:g} days are the work of "
+            f"{right} GPUs"
+        )
