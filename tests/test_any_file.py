@@ -524,6 +524,22 @@ def test_a_site_is_not_written_into_a_loop_of_links(tmp_path, monkeypatch, into)
     assert str(tmp_path / into) in said
 
 
+def test_two_sites_are_not_made_in_one_folder_at_once(tmp_path, monkeypatch):
+    words = "--static", "--of", tmp_path, "--into", tmp_path / "site"
+    said = []
+
+    def write_pages(made, course):
+        monkeypatch.setattr(make_site, "write_pages", lambda *_: None)
+        said.append(sentence_of(make_site.main, monkeypatch, *words))
+
+    (tmp_path / make_site.LESSONS).parent.mkdir()
+    (tmp_path / make_site.LESSONS).touch()
+    monkeypatch.setattr(make_site, "write_pages", write_pages)
+    monkeypatch.setattr(sys, "argv", ["make_site.py", *map(str, words)])
+    assert make_site.main() == 0 and "--into" in said[0]
+    assert os.listdir(tmp_path / "site") == [make_site.SCRIPTS], "no lock is published"
+
+
 def test_a_new_site_takes_the_place_of_an_older_one_without_a_copy(tmp_path, monkeypatch):
     site = tmp_path / "site"
     for name in ("gone.html", f"docs/{make_site.SCRIPTS}.html", "index.html", *(

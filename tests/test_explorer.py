@@ -353,6 +353,20 @@ def test_an_unknown_schedule_is_refused_with_the_names_that_there_are():
         explore(compare="all")
 
 
+@pytest.mark.parametrize("value", ["many", float("nan"), -1, 1e300, [4], None])
+@pytest.mark.parametrize("name", ["ranks", "chunks", "forward", "backward", "transfer", "limit"])
+def test_what_no_slider_can_show_is_refused_by_its_name_and_without_a_traceback(name, value):
+    with pytest.raises(ValueError, match=f"^{name} is a .*number from 0") as refused:
+        explore(kept=1, **{name: value})
+    assert refused.value._render_traceback_() == [str(refused.value)]
+
+
+@pytest.mark.parametrize("odd", [{"schedule": ["gpipe"]}, {"schedule": None}, {"compare": 0}])
+def test_what_is_no_schedule_is_refused_with_the_names_that_there_are(odd):
+    with pytest.raises(ValueError, match="no schedule is named .*; take naive"):
+        explore(**odd)
+
+
 # The panel
 
 

@@ -420,6 +420,18 @@ def test_equal_recordings_say_so_and_the_jump_is_off(record):
     assert panel.jump.disabled
 
 
+@pytest.mark.parametrize("odd", [-1, 99, "many", [0], float("nan")])
+def test_a_step_or_a_tolerance_that_is_none_is_refused_without_a_traceback(record, odd):
+    with pytest.raises(RecordingError, match="^step is a whole number from 0 to 1, not") as refused:
+        time_machine(record("1f1b"), step=odd)
+    assert refused.value._render_traceback_() == [str(refused.value)]
+    with pytest.raises(RecordingError, match="is not a folder; name one"):
+        time_machine([odd])
+    if odd != 99:
+        words = time_machine(record("1f1b"), record("1f1b"), tolerance=odd).words
+        assert "tolerance is a number of at least 0" in words
+
+
 def test_the_script_refuses_a_folder_that_has_something_in_it(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(RunFailed, match=r"--record .* there is something in it; name a new folder"):

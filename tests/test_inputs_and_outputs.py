@@ -558,6 +558,11 @@ def test_without_docstrings_a_program_still_runs():
         assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_a_warning_that_python_shows_when_asked_to_is_not_ours():
+    ended = start("source_code/predict.py", "gpipe", variables={"PYTHONWARNINGS": "error"})
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_files_are_utf_8_in_a_posix_locale_too(tmp_path):
     path = tmp_path / "größe.csv"
     path.write_bytes(to_csv(gpipe(2, 2)).encode("utf-8-sig"))

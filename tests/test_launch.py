@@ -211,6 +211,22 @@ def test_a_notebook_shows_that_sentence_and_no_traceback(kept_notebook):
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"command": ""}, "no script ''"),
+        ({"command": "gpip.py --steps 1"}, "no script 'gpip.py'"),
+        ({"command": "gpipe.py '--steps"}, "gpipe.py '--steps is not a command"),
+        *(({"ranks": odd}, "ranks is") for odd in (0, -1, 2.0, "many", [2], float("nan"))),
+        *(({"limit": odd}, "limit is") for odd in (-1, "many", None, float("nan"))),
+    ],
+)
+def test_what_starts_no_rank_is_one_sentence_of_a_run_that_failed(capsys, arguments, named):
+    with pytest.raises(RunFailed, match=named):
+        run(**{"command": "gpipe.py --layers 1", "ranks": 2, "limit": 60} | arguments)
+    assert capsys.readouterr().out == ""  # not even the command
+
+
 def test_a_run_that_takes_too_long_is_ended():
     # Of its own accord it would end well after 16 s: (8 + 3) x (500 + 1000) ms.
     with pytest.raises(RunFailed, match="the run took longer than 2 s"):

@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT / "source_code"))
 
 from schedule_map import draw_map  # noqa: E402
 
+from files.claims import LOCK, ClaimError, content_of, lock_folder, unlock_folder  # noqa: E402
 from files.inputs import InputError, read_text  # noqa: E402
 from files.outputs import new_file_beside, not_written  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
@@ -73,8 +74,19 @@ def main():
         check_is_course(Path(arguments.of))
         site.mkdir(parents=True, exist_ok=True)
         new_file_beside(site / "index.html").unlink()
+        lock = lock_folder("--into", site)[0]  # another run would remove what this one has begun
     except OSError as error:
         sys.exit(f"make_site.py: {site} cannot be written ({error.strerror}); name another --into")
+    except ClaimError as error:
+        sys.exit(f"make_site.py: {error}")
+    try:
+        return make(arguments, site)
+    finally:
+        unlock_folder(lock, site)
+
+
+def make(arguments, site):
+    """Make the site in a folder that is locked for it. Returns the exit status."""
     fix = f"mend that, and start again; the site goes into {site}"
     with naming_files(fix=fix), tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=site) as folder:
         made = Path(folder) / site.name
@@ -88,7 +100,7 @@ def main():
         lives = not missing and not arguments.static
         course = read_course(Path(os.path.realpath(arguments.of)), lives, arguments.address, site)
         write_pages(made, course)
-        replace_content(site, made, keep=[Path(folder).name])
+        replace_content(site, made, keep=[Path(folder).name, LOCK])
     kind = "run in the pages" if course.lives else "are pictures and text"
     print(
         f"{os.path.relpath(site)}/index.html: {len(lessons_of(course))} lessons, "
@@ -125,7 +137,7 @@ def check_is_site(folder):
     if os.path.lexists(folder) and not os.path.isdir(folder):
         sys.exit(f"make_site.py: {folder} is not a folder; name a new one")
     of_a_site = all(os.path.isfile(folder / SCRIPTS / name) for name in OWN_SCRIPTS)
-    there = os.listdir(folder) if os.path.isdir(folder) else []
+    there = content_of(folder) if os.path.isdir(folder) else []
     if not of_a_site and not all(name.startswith(UNFINISHED) for name in there):
         sys.exit(f"make_site.py: in {folder} is something else than a site; name a new folder")
 

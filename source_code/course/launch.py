@@ -26,8 +26,9 @@ from pathlib import Path
 
 import psutil
 
-from course.failed_run import how_it_ended
+from course.failed_run import RunFailed, how_it_ended
 from course.followed_run import follow
+from files.inputs import is_number
 from guard.free_port import hold_free_port
 from guard.siblings import LAUNCHER_VARIABLE, end_with_launcher
 from lab.timeline import Timeline, from_chrome_trace
@@ -91,7 +92,7 @@ def run(command, ranks=4, warm=None, show=True, limit=300, send=None):
     sends that signal to rank 2 as soon as a printed line starts with "step 7". Raises RunFailed
     for a failed run, and KeyboardInterrupt for an interrupt, both after all ranks have ended.
     """
-    script, *flags = shlex.split(command)
+    script, *flags = checked_words(command, ranks, limit)
     if warm is None:
         warm = os.environ.get(WARM_VARIABLE) == "1" and ranks is not None
     timeline_file = _value_of("--timeline", flags)
@@ -109,6 +110,26 @@ def run(command, ranks=4, warm=None, show=True, limit=300, send=None):
     return Run(output, losses, timeline)
 
 
+def checked_words(command, ranks, limit):
+    """The words of a command for `run`. Raises RunFailed for arguments that start no rank."""
+    try:
+        script, *flags = shlex.split(command or "") or [""]
+    except ValueError as error:
+        raise RunFailed(f"{command} is not a command ({error})") from None
+    if not place_of(script).is_file():
+        raise RunFailed(f"there is no script '{script}' in source_code; name one that is there")
+    if ranks is not None and not (type(ranks) is int and ranks > 0):
+        raise RunFailed(f"ranks is a whole number of at least 1, or None; not {ranks!r}")
+    if not is_number(limit, 0):
+        raise RunFailed(f"limit is a number of seconds, not {limit!r}")
+    return script, *flags
+
+
+def place_of(script):
+    """The path of a script of the course, or of one that a lesson has written to build."""
+    return (ROOT if script.startswith("build/") else SCRIPTS) / script
+
+
 @contextmanager
 def started_ranks(script, flags, ranks, warm=True):
     """A context with the ranks of a script, see `run`. After the block all ranks have ended."""
@@ -117,8 +138,7 @@ def started_ranks(script, flags, ranks, warm=True):
     try:
         with _interrupts_held():
             words = launch_words(script, flags, ranks)
-            folder = ROOT if script.startswith("build/") else SCRIPTS
-            started = WarmRanks(folder / script, flags, ranks) if warm else LaunchedRanks(words)
+            started = WarmRanks(place_of(script), flags, ranks) if warm else LaunchedRanks(words)
         yield started
     finally:
         if started:

@@ -30,19 +30,14 @@ class NewFolder:
             sentence = f"has no locks; if no other job saves there, remove {self.folder / LOCK}"
             raise ClaimError(f"{flag} {folder}: the file system {sentence}")
         if content_of(folder):
-            self.lock.close()
+            self.release()
             raise ClaimError(f"{flag} {folder}: something is already there; name a new folder")
 
     def release(self):
         """End the claim on a folder that is complete."""
-        if self.lock is None:
-            return
-        if os.name == "nt":  # where an open file cannot be removed
-            self.lock.close()
-        with suppress(OSError):  # if it cannot be removed, another user has replaced it
-            (self.folder / LOCK).unlink()
-        self.lock.close()
-        self.lock = None
+        if self.lock is not None:
+            unlock_folder(self.lock, self.folder)
+            self.lock = None
 
     def give_up(self, names=()):
         """Remove the files `names` that this job has made, and its folder if nothing else is in it."""
@@ -104,6 +99,15 @@ def lock_folder(flag, folder):
             f"{flag} {folder}: another job is saving there; wait for its end, or use another folder"
         )
     return file, True
+
+
+def unlock_folder(lock, folder):
+    """Remove and close the open file of a claim."""
+    if os.name == "nt":  # where an open file cannot be removed
+        lock.close()
+    with suppress(OSError):  # if it cannot be removed, another user has replaced it
+        (Path(folder) / LOCK).unlink()
+    lock.close()
 
 
 def is_in_place(lock, folder):

@@ -25,7 +25,7 @@ class Output(io.TextIOWrapper):
     def __init__(self, stream):
         descriptor = os.dup(stream.fileno())
         super().__init__(
-            open(descriptor, "wb", buffering=0),
+            open(descriptor, "wb", buffering=0, closefd=False),  # without a warning at the end
             encoding=stream.encoding,
             errors="backslashreplace",
         )

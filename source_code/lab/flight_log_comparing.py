@@ -3,6 +3,7 @@
 
 from typing import NamedTuple
 
+from files.inputs import is_number
 from lab.flight_log_reader import (
     RecordingError,
     describe_unanswered_waits,
@@ -35,6 +36,8 @@ def compare(one, other, tolerance=0.0):
     stages may be on different ranks, for example if one of the two ran in one process.
     """
     _check_comparable(one, other)
+    if not is_number(tolerance, 0):
+        raise RecordingError(f"tolerance is a number of at least 0, not {tolerance!r}")
     for number in range(max(len(one.steps), len(other.steps))):
         if number >= len(one.steps) or number >= len(other.steps):
             return _missing_step(number, one, other)

@@ -15,6 +15,10 @@ MOST_RANKS = 16_384  # and most stages of a program without a schedule
 class RecordingError(ValueError):
     """A folder has no valid recording, or two cannot be compared; the text says why."""
 
+    def _render_traceback_(self):
+        """The line that a notebook shows, without a traceback."""
+        return [str(self)]
+
 
 def forms_of_lines(num_ranks, rank, schedule):
     """{key of a kind of line: {field: function that says whether a value is valid there}}."""

@@ -10,6 +10,7 @@ the first action at which they differ is named and marked.
 """
 
 from html import escape
+from pathlib import Path
 
 import ipywidgets as widgets
 
@@ -49,10 +50,14 @@ def time_machine(recording, compare=None, step=None, tolerance=0.0):
         raise RecordingError(f"no rank has recorded an action: {waits}")
     if step is None:
         step = min(difference.step, last) if difference else last
+    if step not in range(last + 1):
+        raise RecordingError(f"step is a whole number from 0 to {last}, not {step!r}")
     return TimeMachine(recordings, step, difference, words)
 
 
 def _read(recording):
+    if not isinstance(recording, (str, Path, Recording)):
+        raise RecordingError(f"{recording!r} is not a folder; name one that --record has written")
     return recording if isinstance(recording, Recording) else read_recording(recording)
 
 

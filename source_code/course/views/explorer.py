@@ -16,10 +16,13 @@ import ipywidgets as widgets
 from course.views.explorer_view import SLIDERS, WORK, Settings, View, without_effect
 from course.views.memory_and_time import AXES, SIZE_SLIDERS, MemoryAndTime, Sizes
 from course.views.stepping import STYLE, Shown, Stepper
+from files.inputs import is_number
+from lab.simulator import LONGEST
 from pipeline.schedule import Schedule
 from pipeline.schedules import SCHEDULES
 
 NOTHING = "nothing"
+WHOLE = "ranks", "microbatches", "chunks"  # sliders of whole numbers
 
 
 def explore(
@@ -56,19 +59,39 @@ def explore(
     micro-batch, `states` the GiB of their weights, gradients and optimizer state, and `limit` the
     GiB that a rank has.
 
-    Raises ValueError for an unknown name. If a generator rejects the settings, its message is shown
-    in place of the picture.
+    Raises CannotExplore for an unknown name and for what is not a number. If a generator rejects the
+    settings, its message is shown in place of the picture.
     """
-    for choice in (schedule, compare):
-        if isinstance(choice, str) and choice not in SCHEDULES:
-            raise ValueError(f"no schedule is named '{choice}'; take {', '.join(SCHEDULES)}")
-    if work not in WORK:
-        raise ValueError(f"work is one of: {'; '.join(WORK)}; not '{work}'")
+    check_numbers(locals())
+    for choice in [schedule] if compare is None else [schedule, compare]:
+        if not isinstance(choice, Schedule) and choice not in list(SCHEDULES):
+            raise CannotExplore(f"no schedule is named '{choice}'; take {', '.join(SCHEDULES)}")
+    if work not in list(WORK):
+        raise CannotExplore(f"work is one of: {'; '.join(WORK)}; not '{work}'")
     weight = backward / 2 if weight is None else weight
     times = forward, backward, weight, transfer
     settings = Settings(schedule, ranks, microbatches, chunks, *times, compare, occupancy, work)
     sizes = None if kept is None else Sizes(kept, states, limit)
     return Explorer(settings, longest_path, sizes)
+
+
+class CannotExplore(ValueError):
+    """An argument of `explore` is of no use; the text says which one, and what to take."""
+
+    def _render_traceback_(self):
+        """The line that a notebook shows, without a traceback."""
+        return [str(self)]
+
+
+def check_numbers(given):
+    """Reject a value that no slider can have; `given` are the arguments of `explore`, by name."""
+    for name in SLIDERS | SIZE_SLIDERS:
+        value, is_whole = given[name], name in WHOLE
+        if value is None and name in ("weight", "kept"):
+            continue
+        if not is_number(value, 0, LONGEST) or (is_whole and not isinstance(value, int)):
+            kind = "a whole number" if is_whole else "a number"
+            raise CannotExplore(f"{name} is {kind} from 0 to {LONGEST:g}, not {value!r}")
 
 
 class Explorer(Shown):
@@ -97,7 +120,7 @@ class Panel(Stepper):
         self.sizes = {} if sizes is None else vars(sizes)  # name -> value
         self.moved = "microbatches"  # the setting on the x axis of the curves
         self.path = widgets.Checkbox(
-            value=longest_path, description="longest path and bubbles", indent=False
+            value=bool(longest_path), description="longest path and bubbles", indent=False
         )
         self.reasons = widgets.HTML()
         self.own = _by_name(settings.schedule, settings.compare)
@@ -215,7 +238,7 @@ def _slider(name, value):
     """A slider of SLIDERS or SIZE_SLIDERS, which extends to `value` if that is beyond its ends."""
     description, least, most, step = (SLIDERS | SIZE_SLIDERS)[name]
     limits = {"min": min(least, value), "max": max(most, value), "step": step}
-    if name in ("ranks", "microbatches", "chunks"):
+    if name in WHOLE:
         return widgets.IntSlider(value=value, **limits, **_named(description))
     return widgets.FloatSlider(value=value, readout_format="", **limits, **_named(description))
 
