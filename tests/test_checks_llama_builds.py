@@ -145,6 +145,12 @@ def drawn_in_its_first_call(x, gate, up, down):
     return squared_relu(x * DRAWN[0], gate, up, down)
 
 
+def smaller_in_each_call(x, gate, up, down):
+    with torch.no_grad():
+        gate.mul_(0.99)
+    return squared_relu(x, gate, up, down)
+
+
 def stub(x, gate, up, down):
     return ...
 
@@ -173,6 +179,7 @@ def stub(x, gate, up, down):
             (transposed, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
             (unchanged, "Not yet: that is the feed-forward network that the model has already"),
             (stub, NOT_ATTEMPTED),
+            (smaller_in_each_call, ", which is ..."),  # a long error, cut where a word ends
             (drawn_in_its_first_call, "or random numbers, which differ between ranks"),
         ],
         4,
