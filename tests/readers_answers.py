@@ -454,6 +454,12 @@ RIGHT = {
                          "x = inputs.detach().requires_grad_()\n"
                          "    return torch.autograd.grad(x @ weight.detach().clone().T, x, gradient)[0]"))],
     ),
+    "autograd of one number, which has g and x in it": (
+        "weight_half",
+        [edited(HALVES, ("return gradient @ weight",
+                         "x = inputs.detach().requires_grad_()\n"
+                         "    return torch.autograd.grad((x @ weight.T * gradient).sum(), x)[0]"))],
+    ),
 }  # fmt: skip
 
 
@@ -693,7 +699,24 @@ WRONG = {
     "four ranks of a stash": (
         "pipedream_run",
         [edited(STASH, ("dist.get_world_size()", "4"))],
-        "on 2 ranks, 5 mini-batches, a rate of 0.3: ",
+        "on 2 ranks, 10 mini-batches, a rate of 0.3: ",
+    ),
+    "an update of the matrices alone": (
+        "pipedream_run",
+        [edited(STASH, ("rate * gradients[name])",
+                        "(rate if weight.dim() > 1 else 0) * gradients[name])"))],
+        "weights that no sequence of updates makes: .* for every weight",
+    ),
+    "eight mini-batches at most": (
+        "pipedream_run",
+        [edited(STASH, ("len(inputs)", "min(8, len(inputs))"))],
+        "on 2 ranks, 10 mini-batches, a rate of 0.3: ",
+    ),
+    "the sizes of one micro-batch": (
+        "weight_half",
+        [edited(HALVES, ('torch.einsum("blo,bli->oi", gradient, inputs)',
+                         "gradient.reshape(10, -1).T @ inputs.reshape(10, -1)"))],
+        "weight_half raised RuntimeError: shape ",
     ),
     "the whole backward in I": (
         "weight_half",

@@ -417,7 +417,7 @@ WRONG = {
         ),
         (
             [("rate * gradients", "0.5 * gradients")],
-            "on 2 ranks, 5 mini-batches, a rate of 0.3: rank 1 runs the forward of mini-batch 1 after "
+            "on 2 ranks, 10 mini-batches, a rate of 0.3: rank 1 runs the forward of mini-batch 1 after "
             "an update that is 1.66667 times that of the rule: is it `rate` times the gradient?",
         ),
         (

@@ -346,6 +346,10 @@ WRONG = {
         ([("whole[-1] / f", "whole[0] / f")], "these are not the weights of that step"),
         ([('"model": model.state_dict()', '"model": {n: w.float() for n, w in model.state_dict().items()}')],
          "were the saved numbers rounded to float32?"),
+        # Undisturbed, this race nearly always ends well.
+        ([("    wait_for_all()\n    if rank == 0:\n        writing",
+           "    if rank == 1:\n        import time\n        time.sleep(0.05)\n        writing")],
+         "; started again, line "),
     ],
     "sums_in_time": [
         ([("action == adding[-1]", 'action.kind == "B"')], "is started twice, after 0B0 and after 0B1"),
@@ -678,7 +682,7 @@ def test_a_function_that_ends_with_an_exit_has_not_done_its_work(end, tmp_path, 
 
 
 def survives_other_moments(save, restore):
-    return build_save.survives(save, restore, build_save.moments(1)) is None
+    return build_save.survives(save, restore, build_save.moments(0.85)) is None
 
 
 def starts_in_time_elsewhere(after):

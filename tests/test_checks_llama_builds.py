@@ -1,6 +1,7 @@
 """What is said of plans for four machines and of a reader's layer (lesson 12c)."""
 
 import pytest
+import torch
 import torch.nn.functional as F
 from further import first_of
 
@@ -135,6 +136,21 @@ def scaled_by_its_first_call(x, gate, up, down):
     return made / SCALES[0]
 
 
+DRAWN = []  # weights of its own, drawn without a seed
+
+
+def drawn_in_its_first_call(x, gate, up, down):
+    if not DRAWN:
+        DRAWN.append(torch.randn(x.shape[-1], dtype=x.dtype))
+    return squared_relu(x * DRAWN[0], gate, up, down)
+
+
+def smaller_in_each_call(x, gate, up, down):
+    with torch.no_grad():
+        gate.mul_(0.99)
+    return squared_relu(x, gate, up, down)
+
+
 def stub(x, gate, up, down):
     return ...
 
@@ -163,6 +179,8 @@ def stub(x, gate, up, down):
             (transposed, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
             (unchanged, "Not yet: that is the feed-forward network that the model has already"),
             (stub, NOT_ATTEMPTED),
+            (smaller_in_each_call, ", which is ..."),  # a long error, cut where a word ends
+            (drawn_in_its_first_call, "or random numbers, which differ between ranks"),
         ],
         4,
     ),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs pretrain_llama.py with a reader's feed-forward network; build_llama.py reads the output."""
 
+import os
 import runpy
 import shlex
 import sys
@@ -22,7 +23,9 @@ def main(request, function):
     if complaint := complaint_of(function):
         tell("report", value=complaint)
         return
-    # Defined again, without anything that `function` has kept from the call above.
+    # Defined again, without anything that `function` has kept from the call above, and with other
+    # random numbers than on another rank.
+    torch.manual_seed(int(os.environ["RANK"]))
     (trained,) = functions_of(request)
 
     def forward(layer, x):

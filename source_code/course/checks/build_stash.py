@@ -8,7 +8,7 @@ from course.checks.build_words import EXACT, Words
 from pipeline.schedules import pipedream
 
 PROGRAM = "course.checks.build_stash_on_ranks.main"
-RUNS = [(4, 8, 0.5), (4, 2, 0.5), (2, 5, 0.3)]  # ranks, mini-batches, learning rate
+RUNS = [(4, 8, 0.5), (4, 2, 0.5), (2, 10, 0.3)]  # ranks, mini-batches, learning rate
 
 
 @checked(

@@ -14,7 +14,6 @@ from torch.func import functional_call
 
 from course.building.messages import own_frames, tell, tensors_like
 from course.checks.answer import number_in
-from small import pipeline as my_pipeline
 from small import weight_stash as stash
 
 EXACT = 1e-12
@@ -24,12 +23,11 @@ def main(request, function):
     """Run the reader's function on this rank, and compare what it returns with the rule."""
     dist.init_process_group("gloo")
     rank, p, (m,) = dist.get_rank(), dist.get_world_size(), request["microbatches"]
-    tokens, targets = my_pipeline.batch(0, 2 * m)
-    parts = tokens.chunk(m), targets.chunk(m)
+    parts = tuple(zip(*map(stash.batch, range(m))))
     rule = Rule(p, *parts, request["rate"])
     versions.known = rule.versions[rank]
     tell("begins step", m=m)
-    returned = function(my_pipeline.build_stage(rank, p), *parts, request["rate"])
+    returned = function(stash.build_stage(rank, p), *parts, request["rate"])
     newest, losses = (
         returned if isinstance(returned, (tuple, list)) and len(returned) == 2 else (None, None)
     )
@@ -50,7 +48,7 @@ class Rule:
     """PipeDream's rule in one process: its `losses`, and in `versions[s][t]` weights by name."""
 
     def __init__(self, num_stages, inputs, targets, rate):
-        stages = [my_pipeline.build_stage(index, num_stages) for index in range(num_stages)]
+        stages = [stash.build_stage(index, num_stages) for index in range(num_stages)]
         self.versions = [[stash.first_weights(stage)] for stage in stages]
         self.losses = []
         for k, (tokens, wanted) in enumerate(zip(inputs, targets)):
@@ -60,7 +58,7 @@ class Rule:
             ]
             for stage, weights in zip(stages, seen):
                 tokens = functional_call(stage, weights, (tokens,))
-            loss = my_pipeline.loss_of(tokens, wanted)
+            loss = stash.loss_of(tokens, wanted)
             self.losses.append(loss.item())
             for versions, weights in zip(self.versions, seen):
                 found = torch.autograd.grad(loss, list(weights.values()), retain_graph=True)

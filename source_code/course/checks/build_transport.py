@@ -2,6 +2,7 @@
 """Describes in one sentence what kept a reader's ranks from reaching the end, or a wrong message."""
 
 import math
+import re
 from textwrap import shorten
 
 from course.building import ANY_RANK, EVERY_RANK
@@ -118,7 +119,7 @@ class TransportWords:
             or (self._silent() if self.observed.silent else None)
             or self._unwaited()
         )
-        return complaint and complaint.rstrip(".") + self._zero_as_none()
+        return complaint and re.sub(r"(?<!\.)\.$", "", complaint) + self._zero_as_none()
 
     def _zero_as_none(self):
         """A condition such as `if stage.previous:`, as the end of a sentence."""

@@ -35,8 +35,7 @@ def split_backward(input_half, weight_half):
     wanted, deferred = [], [[], [], []]
     first, before = weight.detach().clone(), weight.grad.clone()
     for k in range(3):
-        x = torch.randn(2, 5, 3, dtype=torch.float64)
-        g = torch.randn(2, 5, 4, dtype=torch.float64)
+        x, g = (torch.randn(2 + k, 5, width, dtype=torch.float64) for width in (3, 4))
         wanted.append(torch.einsum("blo,bli->oi", g, x))
         given = g.clone(), x.clone()
         made = call(input_half, g, x, weight, deferred[k])
@@ -90,12 +89,13 @@ def numbers_of(input_half, gradient, inputs, weight):
 
 
 def computes_product(input_half, gradient, inputs, weight):
-    """Whether `input_half` computes or defers a number that doubles with g and also with x."""
-    both, more_g, more_x = (
-        numbers_of(input_half, of_g * gradient, of_x * inputs, weight)
-        for of_g, of_x in ((1, 1), (2, 1), (1, 2))
-    )
-    return any(one and 2 * one == g == x for one, g, x in zip(both, more_g, more_x))
+    """Whether `input_half` computes or defers a number that doubles with g and also with x, but not
+    with the weight."""
+    found = []
+    for of_g, of_x, of_a in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        weight.data *= of_a
+        found.append(numbers_of(input_half, of_g * gradient, of_x * inputs, weight))
+    return any(one and 2 * one == g == x and a == one for one, g, x, a in zip(*found))
 
 
 def numbers_in(value):
