@@ -264,9 +264,7 @@ def test_a_new_run_behind_one_with_a_huge_number_is_found_again(saved, monkeypat
     assert checkpoint_folder.find_checkpoint(saved).name == f"{run}/step-00000010"
 
 
-@pytest.mark.parametrize(
-    "content", [b"run-0009/step-00000001\n", b"", b"..", b"/run-0001", b"\xff\xfe", None]
-)
+@pytest.mark.parametrize("content", [b"run-0009/step-00000001\n", b"", b"..", b"\xff\xfe", None])
 def test_latest_that_names_nothing_is_refused(refusal, saved, content):
     (saved / "latest").unlink()
     if content is None:

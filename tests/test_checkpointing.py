@@ -282,7 +282,7 @@ def train_forgetfully(rank, flags, what):
 def test_a_training_that_forgets_something_has_other_losses(tmp_path, what):
     flags = "--optimizer adamw"
     train(tmp_path, flags, ranks=2, steps=4)
-    losses = tmp_path / "after"
+    losses = tmp_path / "losses"
     run_on_ranks(
         train_forgetfully,
         2,
@@ -502,19 +502,6 @@ def test_a_training_that_is_done_keeps_the_losses_of_the_run_before(tmp_path):
     before = kept.read_text()
     train(tmp_path, f"--losses {kept}", ranks=2, steps=3)
     assert before.count("loss") == 3 and kept.read_text() == before
-
-
-def test_a_continued_training_keeps_the_losses_before_its_start(tmp_path):
-    kept = tmp_path / "kept"
-    train(tmp_path, f"--losses {kept}", ranks=2, steps=5)
-    before = kept.read_text().splitlines()
-    train(tmp_path, f"--losses {kept} --from-step 3", ranks=2, steps=6)
-    lines = kept.read_text().splitlines()
-    assert lines[:3] == before[:3] and len(before) == 5
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
-    kept.write_text("a text of mine\n")
-    train(tmp_path, f"--losses {kept}", ranks=2, steps=7)
-    assert json.loads(kept.read_text())["step"] == 6
 
 
 # What a folder holds

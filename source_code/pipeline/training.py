@@ -42,7 +42,7 @@ def training_parser(description):
     add("--microbatches", default=8, help="parts of a batch", **count)
     add("--learning-rate", type=positive_number, metavar="X", help=f"step size, by default {rates}")
     add("--optimizer", choices=list(LEARNING_RATES), default="sgd", help="update rule")
-    add("--losses", metavar="FILE", help="write the losses, as JSON lines")
+    add("--losses", metavar="FILE", help="write the losses since this start, as JSON lines")
     parser.writes.append("--losses")
     return parser
 
@@ -230,25 +230,13 @@ class LossLog:
 
 
 def write_losses(path, losses):
-    """Write {step: loss} as JSON lines; null for what is not finite. Returns whether it could.
-
-    A continued run keeps what the file has of the steps before its start.
-    """
+    """Write {step: loss} as JSON lines; null for what is not finite. Returns whether it could."""
     finite = {step: loss if math.isfinite(loss) else None for step, loss in losses.items()}
     rows = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in finite.items()]
     try:
-        writing[-1](path, "".join([*lines_before(path, min(losses)), *rows]))
+        writing[-1](path, "".join(rows))
     except OSError as error:
         reason = f"({error.strerror}); nothing else is lost"
         print(f"--losses {path} was not written {reason}", file=sys.stderr, flush=True)
         return False
     return True
-
-
-def lines_before(path, first_step):
-    """The lines that a file of --losses has of steps before `first_step`; [] of another file."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines(True) if first_step else []
-        return [line for line in lines if json.loads(line)["step"] < first_step]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return []
