@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PAGE = ROOT / "docs" / "lessons.md"
 WORDS, LINES, CELLS = 150, 15, 5  # per minute
-# No part goes on at the next beginning of its kind, or text without an end would take hours.
+# No part may contain the beginning of another, or a text full of beginnings would take hours.
 NOT_READ = r"<!--(?:(?!<!--).)*?-->|!\[[^][]*\]\([^()]*\)|\$\$.*?\$\$|(?<=\])\([^()]*\)"
 EXERCISE = r"^\*\*\d+\. (.+?)\.?\*\*\s*\((\d+)( more)? minutes\)"
 HEAD = (
