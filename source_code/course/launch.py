@@ -126,7 +126,7 @@ def checked_words(command, ranks, limit):
 
 
 def place_of(script):
-    """The path of a script of the course, or of one that a lesson has written to build."""
+    """The path of a script: in `build` if a lesson wrote it, otherwise in `source_code`."""
     return (ROOT if script.startswith("build/") else SCRIPTS) / script
 
 

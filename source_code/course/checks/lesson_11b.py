@@ -135,7 +135,7 @@ def groups_for_chat(groups_of):
         if not 0 <= answer <= p:
             return f"for {stages} you say {answer} groups; it is from 0 to {p}"
         rates = {1: rates_of(p, 1)}
-        if rates[1][1] >= 30:  # otherwise more groups are no faster
+        if rates[1][1] >= 30:  # a text is fastest in a single group
             rates = {groups: rates_of(p, groups) for groups in range(1, p + 1)}
         fast = {groups: total for groups, (total, per_text) in rates.items() if per_text >= 30}
         if not fast and answer:
