@@ -23,7 +23,6 @@ import torch
 from extensions.checkpointing.checkpoint import Checkpoints, Training
 from extensions.checkpointing.checkpoint_folder import (
     CheckpointError,
-    check_files,
     find_checkpoint,
 )
 from extensions.checkpointing.whole_checkpoint import read_weights
@@ -123,7 +122,7 @@ def bring_in(arguments):
 
 
 def read_newest(folder):
-    """Return the newest Checkpoint whose files all have their checksums, and its read_model_of().
+    """Return the newest Checkpoint, and its read_model_of().
 
     A training may save and remove checkpoints there meanwhile. Raises CheckpointError.
     """
@@ -132,7 +131,6 @@ def read_newest(folder):
         checkpoint = find_checkpoint(folder)
         if checkpoint is None:
             raise SystemExit(f"--checkpoints: there is no checkpoint in {folder}; train first")
-        check_files(checkpoint, checkpoint.description["files"])
         return checkpoint, read_model_of(checkpoint)
 
     return newest_checkpoint(folder, read_checked)

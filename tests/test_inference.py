@@ -71,6 +71,26 @@ def test_the_model_of_a_training_is_taken_from_its_checkpoint(tmp_path):
         run(f"{words} --dim 64", 1, warm=True, show=False, limit=60)
 
 
+@pytest.mark.parametrize("reader", ["inference.py", "convert.py"])
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "__1_0.distcp"])
+def test_a_changed_file_of_a_checkpoint_of_equal_size_is_named_and_not_read(tmp_path, file, reader):
+    saved = tmp_path / "saved"
+    flags = f"{SMALL} --steps 1 --batch-size 4 --microbatches 2 --checkpoints {saved}"
+    run(f"distributed_checkpointing.py {flags}", 2, warm=True, show=False, limit=60)
+    (path,) = saved.glob(f"run-0001/step-*/{file}")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    words = {
+        "inference.py": f"inference.py --device cpu --requests 2 --checkpoints {saved}",
+        "convert.py": f"convert.py --checkpoints {saved} --to-hf {tmp_path / 'out'}",
+    }
+    with pytest.raises(RunFailed) as refused:
+        run(words[reader], 2 if reader == "inference.py" else 1, warm=True, show=False, limit=60)
+    assert f"{path.parent}: {file} has changed since it was written" in str(refused.value)
+    assert "Traceback" not in str(refused.value) and not (tmp_path / "out").exists()
+
+
 def test_the_texts_of_a_saved_qwen2_are_those_of_transformers(tmp_path):
     folder = save_library_model(tmp_path / "qwen2", "qwen2", shards=3)
     prompts = ["A stage", "The bubble of "]

@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 from cluster import LOCAL_CLUSTER, ROOT
 
-from course import progress
+from course import launch, progress
+from course.failed_run import RunFailed
 from extensions.pretraining import metrics
 from extensions.pretraining.metrics import open_in_place
 from files.outputs import can_be_written, replace_file, write_whole
@@ -223,6 +224,28 @@ def test_a_folder_of_ours_behind_a_link_of_another_user_gets_no_output(everybody
     with pytest.raises(PermissionError, match="a link of another user"):
         write_whole(table / "out.json", "lost")
     assert (own / "out.json").read_text() == "ours" and not can_be_written(table / "new.json")
+
+
+@needs_root
+@pytest.mark.parametrize("link", ["saved", "saved/run-0001"])
+def test_another_users_link_leads_no_training_to_checkpoints_elsewhere(everybodys, link):
+    flags = "--layers 2 --dim 8 --heads 2 --kv-heads 1 --seq-len 8 --keep 1 --steps"
+    train = "distributed_checkpointing.py --device cpu --save-every 1 --checkpoints"
+    launch.run(f"{train} {everybodys}/own {flags} 1", 1, warm=True, show=False, limit=60)
+    half = everybodys / "own/run-0001/.writing-step-00000002-a1b2"
+    half.mkdir()
+    before = sorted((everybodys / "own").rglob("*"))
+    (everybodys / link).parent.mkdir(exist_ok=True)
+    (everybodys / link).parent.chmod(0o1777)
+    (everybodys / link).symlink_to(everybodys / "own" / link.partition("/")[2])
+    os.chown(everybodys / link, OTHER, OTHER, follow_symlinks=False)
+    for steps in 1, 2:
+        with pytest.raises(RunFailed) as refused:
+            words = f"{train} {everybodys}/saved {flags} {steps}"
+            launch.run(words, 1, warm=True, show=False, limit=60)
+        sentence = str(refused.value).splitlines()[0]
+        assert sentence.startswith(f"--checkpoints {everybodys / link} ") and "a link" in sentence
+        assert sorted((everybodys / "own").rglob("*")) == before
 
 
 def test_a_link_that_others_make_after_the_check_is_replaced_or_not_followed(everybodys):

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from files.claims import ClaimError, lock_folder
 from files.inputs import MEBIBYTE, InputError, is_count, open_input, read_json, read_text
-from files.outputs import replace_file, to_json
+from files.outputs import place_of, replace_file, to_json
 
 DESCRIPTION = "checkpoint.json"
 PLAIN = "configuration", "rate", "progress"  # what a training's state has beside tensors
@@ -91,6 +91,7 @@ def runs_of(folder):
 def entries_of(folder):
     """Return the names in a folder; none if the folder does not exist."""
     try:
+        place_of(Path(folder) / "any")  # another user's link could lead to checkpoints elsewhere
         return os.listdir(folder)
     except FileNotFoundError:
         return []
@@ -212,7 +213,7 @@ def check_files(checkpoint, names):
             found = checksum_of_file(checkpoint.path / name)
         except (InputError, OSError) as error:
             raise damage(checkpoint, name, f"cannot be read any more ({error})") from None
-        if found != checkpoint.description["files"][name][1]:
+        if [found] != checkpoint.description["files"].get(name, [])[1:]:
             raise damage(
                 checkpoint, name, "has changed since it was written (its checksum differs)"
             )
@@ -271,7 +272,7 @@ def run_to_write(folder, continued, is_newest):
 def begin_writing(folder, run, step):
     """Make the temporary folder of a checkpoint; returns its path."""
     temporary = Path(folder) / run / f"{WRITING}{name_of_step(step)}-{secrets.token_hex(2)}"
-    temporary.mkdir(parents=True)
+    place_of(temporary).mkdir(parents=True)
     # A new folder's entry is on disk only once its parent folder is synced.
     for made in (temporary.parent, temporary.parent.parent, temporary.parent.parent.parent):
         sync_folder(made)

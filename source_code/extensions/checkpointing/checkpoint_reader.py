@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import _get_layout
 
-from extensions.checkpointing.checkpoint_folder import CheckpointError
+from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files
 from files.inputs import MEBIBYTE, InputError, is_count, is_shape, read_bytes
 from files.unpickling import allow, unpickle
 
@@ -50,9 +50,11 @@ class PlainReader(FileSystemReader):
 
     def __init__(self, checkpoint):
         super().__init__(checkpoint.path)
+        self.checkpoint = checkpoint
         self.sizes = {name: size for name, (size, _) in checkpoint.description["files"].items()}
 
     def read_metadata(self, *arguments, **options):
+        check_files(self.checkpoint, [METADATA])
         path = Path(self.path, METADATA)
         try:
             description = unpickle(read_bytes(path, LARGEST_METADATA))
