@@ -60,8 +60,18 @@ def write_flight_recorder(folder, rank):
     """Write the last sends and sums of a rank as JSON, and end the process."""
     from torch._C._distributed_c10d import _dump_fr_trace_json
 
-    with open(os.path.join(folder, f"rank{rank}.json"), "wb") as file:
-        file.write(_dump_fr_trace_json())
+    no_link = getattr(os, "O_NOFOLLOW", 0)  # another user's link could lead to a file of ours
+    try:
+        path = os.path.join(folder, f"rank{rank}.json")
+        with open(
+            path, "wb", opener=lambda path, flags: os.open(path, flags | no_link, 0o666)
+        ) as file:
+            file.write(_dump_fr_trace_json())
+    except OSError as error:
+        print(
+            f"--recorder {path} cannot be written ({error.strerror}); name another folder",
+            file=sys.stderr,
+        )
     time.sleep(1)  # if this rank ended earlier, others might record a lost rank in place of a wait
     os._exit(1)
 

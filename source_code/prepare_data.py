@@ -24,7 +24,7 @@ from extensions.pretraining.token_writer import TokenWriter, check_folder, write
 from extensions.pretraining.tokens import BYTES, encode, numbers_of, read_tokenizer
 from files.claims import ClaimError, NewFolder
 from files.inputs import MEBIBYTE, InputError, open_input, parse_json
-from files.outputs import not_written
+from files.outputs import not_written, write_whole
 from guard.flags import check_alone, check_read
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_new_folder
@@ -103,7 +103,7 @@ def encode_all(arguments, out, writers):
                 f"{arguments.hold_out}"
             )
     if tokenizer:
-        (out / TOKENIZER).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        write_whole(out / TOKENIZER, tokenizer.to_str(pretty=True))
     per_token = held_out_bytes / writers["held_out"].total
     write_tokens_file(out, writers, width, num_tokens, per_token, tokenizer is not None)
     counts = ", ".join(f"{writer.total:,} {part}" for part, writer in writers.items())

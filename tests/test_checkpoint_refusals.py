@@ -108,6 +108,16 @@ def test_a_flag_that_the_program_did_not_have_when_it_saved_is_one_that_was_not_
         )
 
 
+def test_a_flag_that_this_program_does_not_have_was_not_given_when_it_saved():
+    """Else a training would go on in silence without it, after one wrong name of a program."""
+    for value in (None, False, 0, 0.0):
+        saved = {"--seed": 0, "--old": value}
+        assert checkpoint_folder.first_difference(saved, "step", {"--seed": 0}) is None
+    for value, words in ((True, "with --old; use the program"), (0.9, "with --old 0.9; use the")):
+        sentence = checkpoint_folder.first_difference({"--old": value}, "step", {"--seed": 0})
+        assert sentence.startswith("--old is not given, and step was made ") and words in sentence
+
+
 def test_what_was_not_given_is_taken_from_the_checkpoint_and_what_may_differ_may(
     saved, monkeypatch
 ):

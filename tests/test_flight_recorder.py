@@ -59,6 +59,15 @@ def test_the_pending_operation_of_one_rank_leads_to_the_rank_that_left_a_sum_out
 
 
 @pytest.mark.processes
+def test_a_record_follows_no_link_and_the_rank_ends_all_the_same(tmp_path):
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "rank2.json").symlink_to("precious")
+    with pytest.raises(RunFailed, match="rank2.json cannot be written"):
+        launch.run(f"broken_skipped_sum.py --recorder {tmp_path}", warm=True, show=False, limit=60)
+    assert (tmp_path / "precious").read_text() == "kept" and (tmp_path / "rank1.json").is_file()
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_another_number_of_ranks_is_rejected(tmp_path, ranks):
     with pytest.raises(RunFailed, match="start it with --nproc-per-node 4"):

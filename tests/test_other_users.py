@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import prepare_data
 import pytest
 from cluster import LOCAL_CLUSTER, ROOT
 
@@ -16,9 +17,11 @@ from course import launch, progress
 from course.failed_run import RunFailed
 from extensions.pretraining import metrics
 from extensions.pretraining.metrics import open_in_place
+from extensions.real_models.saved_output import copy_beside
 from files.outputs import can_be_written, replace_file, write_whole
 from guard import watch
 from lab.flight_log import FlightLog
+from pipeline.data import DEFAULT_TEXT
 from pipeline.schedules import build_schedule
 
 OTHER = 65534
@@ -224,6 +227,32 @@ def test_a_folder_of_ours_behind_a_link_of_another_user_gets_no_output(everybody
     with pytest.raises(PermissionError, match="a link of another user"):
         write_whole(table / "out.json", "lost")
     assert (own / "out.json").read_text() == "ours" and not can_be_written(table / "new.json")
+
+
+def test_no_link_that_others_make_in_a_claimed_folder_is_written_through(
+    everybodys, monkeypatch, capsys
+):
+    """The folder of tokens or of a model was empty and theirs; the link comes after the claim."""
+    precious, out = everybodys / "precious", everybodys / "out"
+    precious.write_text("kept")
+    out.mkdir()
+    out.chmod(0o777)
+    choose, link = prepare_data.choose_tokenizer, out / "tokenizer.json"
+
+    def choose_meanwhile(arguments):
+        link.symlink_to(precious)
+        return choose(arguments)
+
+    monkeypatch.setattr(prepare_data, "choose_tokenizer", choose_meanwhile)
+    words = f"prepare_data.py --data {DEFAULT_TEXT} --vocabulary 300 --out {out}"
+    monkeypatch.setattr("sys.argv", words.split())
+    with pytest.raises(SystemExit, match="2"):
+        prepare_data.main()
+    assert re.search("--out .* is a link", capsys.readouterr().err)
+    link.symlink_to(precious)
+    with pytest.raises(OSError, match="is a link"):
+        copy_beside(Path(DEFAULT_TEXT), link)
+    assert precious.read_text() == "kept"
 
 
 @needs_root

@@ -360,6 +360,8 @@ def test_another_tokenizer_in_the_folder_is_found_by_check(make, monkeypatch, ca
     file.write_text(file.read_text().replace('"!": 0', '"!": 1'))
     status, said = prepare(monkeypatch, capsys, ["--check", folder])
     assert status == 2 and "tokenizer.json is not what was written" in said
+    with pytest.raises(DataError, match="tokenizer.json is not what was written"):
+        load_tokens(folder, 300, 16)
 
 
 def test_check_takes_no_flag_of_another_task(make, monkeypatch, capsys):

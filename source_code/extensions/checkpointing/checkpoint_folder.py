@@ -237,15 +237,15 @@ def damage(checkpoint, file, what):
 def first_difference(saved, where, configuration):
     """Return a sentence about the first flag that differs from the run in `where`, or None.
 
-    `saved` and `configuration` are {flag: value}. A flag that `saved` lacks, because the program
-    had no such flag when it saved, counts as not given: None, False or 0.
+    `saved` and `configuration` are {flag: value}. A flag that one of them lacks, because the program
+    that saved or this one has no such flag, counts as not given: None, False or 0.
     """
-    for flag, value in configuration.items():
-        if saved[flag] != value if flag in saved else value:
+    for flag, value in {**dict.fromkeys(saved), **configuration}.items():
+        both, before = flag in saved and flag in configuration, saved.get(flag)
+        if before != value if both else before or value:
             is_now = f"is {value}" if with_value(value) else "is given" if value else "is not given"
-            before = saved.get(flag)
             was = f"{flag} {before}" if with_value(before) else flag if before else f"no {flag}"
-            use = "use that" if flag in saved else "use the program that made it"
+            use = "use that" if both else "use the program that made it"
             return (
                 f"{flag} {is_now}, and {where} was made with {was}; {use}, or another "
                 "--checkpoints folder, or begin anew with --fresh"
@@ -322,7 +322,8 @@ def remove_checkpoint(run_folder, name):
     try:
         if not os.access(run_folder / name, os.W_OK):  # otherwise rmtree would remove only a part
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        if not os.path.isdir(run_folder / name):  # rmtree would open it, and wait at a pipe
+        # rmtree would refuse a link, and open anything else and wait at a pipe.
+        if os.path.islink(run_folder / name) or not os.path.isdir(run_folder / name):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         os.rename(run_folder / name, doomed)
         shutil.rmtree(doomed)

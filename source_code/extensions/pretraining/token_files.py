@@ -27,6 +27,7 @@ from files.inputs import (
     is_count,
     is_number,
     open_input,
+    read_bytes,
     read_json,
 )
 from files.outputs import to_json
@@ -109,6 +110,10 @@ def load_tokens(folder, vocabulary, seq_len, packed=False, tokenizer_of_model=No
     tokenizer = None
     if description["tokenizer"]:
         tokenizer = read_tokenizer(folder / TOKENIZER)
+        try:
+            compare_tokenizer(folder, description)
+        except InputError as error:
+            raise DataError(f"--data: {error}; make the folder anew with prepare_data.py") from None
     if tokenizer_of_model is not None:
         check_tokenizer(folder, tokenizer, tokenizer_of_model)
     corpus = (
@@ -118,6 +123,19 @@ def load_tokens(folder, vocabulary, seq_len, packed=False, tokenizer_of_model=No
     if packed:
         return PackedDocuments(*corpus, f"{description['checksum']} packed", ends)
     return Corpus(*corpus, description["checksum"])
+
+
+def compare_tokenizer(folder, description):
+    """Raise InputError if a folder's tokenizer.json is not the one that its tokens.json describes."""
+    # An older version did not write its checksum.
+    if description.get("tokenizer_sha256") not in (None, digest_of_tokenizer(folder)):
+        raise InputError(f"{Path(folder) / TOKENIZER} is not what was written")
+
+
+def digest_of_tokenizer(folder):
+    """Return the checksum of a folder's tokenizer.json, or None if its tokens are bytes."""
+    path = Path(folder) / TOKENIZER
+    return hashlib.sha256(read_bytes(path)).hexdigest() if path.exists() else None
 
 
 def check_tokenizer(folder, tokenizer, path):

@@ -11,14 +11,15 @@ import torch
 from extensions.pretraining.token_files import (
     DTYPE_OF_WIDTH,
     TOKEN_PARTS,
-    TOKENIZER,
     TOKENS_FILE,
     checksum_of_tokens_file,
+    compare_tokenizer,
+    digest_of_tokenizer,
     map_part,
     place_of_tokens,
     read_tokens_file,
 )
-from files.inputs import MEBIBYTE, InputError, open_input, read_bytes
+from files.inputs import MEBIBYTE, InputError, open_input
 from files.outputs import to_json, write_whole
 
 
@@ -35,16 +36,8 @@ def check_folder(folder):
                 digest.update(block)
         if digest.hexdigest() != entry["sha256"]:
             raise InputError(f"{path} is not what was written")
-    # An older version did not write this one.
-    if description.get("tokenizer_sha256") not in (None, digest_of_tokenizer(folder)):
-        raise InputError(f"{folder / TOKENIZER} is not what was written")
+    compare_tokenizer(folder, description)
     return description
-
-
-def digest_of_tokenizer(folder):
-    """Return the checksum of a folder's tokenizer.json, or None if its tokens are bytes."""
-    path = Path(folder) / TOKENIZER
-    return hashlib.sha256(read_bytes(path)).hexdigest() if path.exists() else None
 
 
 class TokenWriter:

@@ -16,7 +16,7 @@ from extensions.real_models.saved_settings import CONFIG_FILE
 from extensions.real_models.tensor_files import write_tensors
 from files.claims import ClaimError, NewFolder
 from files.inputs import InputError, read_bytes
-from files.outputs import not_written, to_json, write_whole
+from files.outputs import not_written, replace_file, to_json, write_whole
 from pipeline.collectives import gather, share
 
 # Files beside the weights, copied unchanged from the folder of the starting weights.
@@ -132,7 +132,8 @@ def finish_folder(flag, folder, config, beside, written):
 def copy_beside(path, copy):
     """Copy a file that the weights do not need. Returns [a sentence] if it cannot be read, else []."""
     try:
-        copy.write_bytes(read_bytes(path))
+        content = read_bytes(path)
+        replace_file(copy, lambda partial: partial.write_bytes(content))
     except InputError as error:
         return [str(error)]
     return []
