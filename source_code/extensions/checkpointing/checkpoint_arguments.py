@@ -17,7 +17,7 @@ from extensions.checkpointing.checkpoint_folder import (
     write_line,
 )
 from extensions.checkpointing.stop_request import status_when_stopped
-from files.outputs import can_be_written
+from files.outputs import can_be_written, say_not_written
 from pipeline.command_line import positive_integer
 
 # What a continued run must share with the run that it continues. The number of ranks and stages,
@@ -203,6 +203,9 @@ def status_of_end(arguments, job, training, checkpoints, ending):
         return 0
     if job.rank == 0:
         when = f"{ending.name} after {training.step} steps"
-        write_line(arguments.checkpoints, "stopped", when)  # the training can be continued
+        try:
+            write_line(arguments.checkpoints, "stopped", when)  # the training can be continued
+        except OSError as error:
+            say_not_written("--checkpoints", os.path.join(arguments.checkpoints, "stopped"), error)
         print(f"stopped by {when}, saved", flush=True)
     return status_when_stopped()
