@@ -69,9 +69,12 @@ def test_a_job_that_fails_before_it_trains_is_not_queued_again_for_what_an_earli
 
 
 # srun, whose ranks saved in that attempt, and could only print it; the place is torchrun's.
-PRINTS = STAND_IN + """log=$LOGS/node0/17.ATTEMPT_x/attempt_0/0
+PRINTS = (
+    STAND_IN
+    + """log=$LOGS/node0/17.ATTEMPT_x/attempt_0/0
 mkdir -p "$log" && echo 'stopped by SIGUSR1 after 3 steps, saved' >"$log/stdout.log"
 """
+)
 
 
 @pytest.mark.parametrize(("attempt", "again"), [(1, True), (0, False)])
