@@ -125,7 +125,7 @@ def from_sizes(text):
     """The Model of sizes such as layers=32,hidden=4096,vocabulary=32000. Raises InputError."""
     sizes = {}
     for part in text.split(","):
-        key, _, value = part.partition("=")
+        key, _, value = part.strip().partition("=")
         flag = key in ("gated", "tied") and value in ("0", "1")
         digits = value.isascii() and value.isdecimal()
         is_size = key in SIZES and digits and len(value) <= len(str(LARGEST_SIZE))
