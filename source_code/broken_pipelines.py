@@ -21,6 +21,7 @@ from broken.pipelines.faulty_stash import train_without_flush
 from broken.pipelines.faulty_worker import WorkerWithPieces, choose_reference
 from guard.around_main import guarded
 from lab import attach
+from pipeline.command_line import positive_integer
 from pipeline.one_process import build_optimizer
 from pipeline.schedules import one_f_one_b
 from pipeline.training import (
@@ -62,7 +63,7 @@ def main():
 def parse_case():
     parser = training_parser(__doc__)
     add = parser.add_argument
-    add("--case", type=int, choices=list(PIECES), default=1, help="which pipeline")
+    add("--case", type=positive_integer, choices=list(PIECES), default=1, help="which pipeline")
     add("--cured", action="store_true", help="with the right piece")
     add("--repair", metavar="FILE", help="with the piece that FILE defines")
     parser.reads.append("--repair")

@@ -104,7 +104,8 @@ def main():
         if destination.suffix != ".py":
             modules = [*preparation_for(modules, without), *modules]
         if arguments.schedules is not None:
-            modules = keep_schedules(modules, arguments.schedules.split(","), arguments.with_lab)
+            kept = [name.strip() for name in arguments.schedules.split(",")]
+            modules = keep_schedules(modules, kept, arguments.with_lab)
         make = one_file if destination.suffix == ".py" else folder
         files = make(destination, modules)
         for path in (path for path, text in files.items() if is_other(path, text)):
@@ -267,7 +268,7 @@ def keep_schedules(modules, names, with_lab):
     The default of the script's --schedule stays, and what another module imports by name.
     """
     if unknown := [name for name in names if name not in SCHEDULES]:
-        raise CannotCopy(f"--schedules {unknown[0]}: use some of {', '.join(SCHEDULES)}")
+        raise CannotCopy(f"--schedules {unknown[0]!r}: use some of {', '.join(SCHEDULES)}")
     if with_lab:
         raise CannotCopy("the lab predicts every schedule; leave out --with-lab or --schedules")
     rows = next((module for module in modules if module.path == ROWS), None)

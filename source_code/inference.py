@@ -27,7 +27,7 @@ from extensions.real_models.saved_folder import tokenizer_of
 from guard.around_main import guarded
 from guard.flags import check_alone
 from lab import attach
-from pipeline.command_line import positive_integer, ranks_from_environment
+from pipeline.command_line import number_from_zero, positive_integer, ranks_from_environment
 from pipeline.data import load_text
 from pipeline.job import join_job
 from pipeline.message import Message
@@ -204,7 +204,13 @@ def read_flags():
         "--slots", default=2, help="requests of a group that are answered at the same time", **count
     )
     add("--tokens-per-pass", default=16, help="most tokens of a pass, prompts included", **count)
-    add("--temperature", type=float, default=0.8, metavar="X", help="0: always the likeliest token")
+    add(
+        "--temperature",
+        type=number_from_zero,
+        default=0.8,
+        metavar="X",
+        help="0: always the likeliest token",
+    )
     add("--checkpoints", metavar="FOLDER", help="of a training run; its newest model is used")
     folder = "folder with a Llama, Mistral, Qwen2 or Qwen3, of finetune.py or transformers"
     add("--model", dest="model_folder", metavar="DIR", help=folder)
@@ -233,8 +239,8 @@ def read_flags():
             f"--tokens-per-pass {arguments.tokens_per_pass} has no room for one token of each of "
             f"the --slots {arguments.slots}; use at least {arguments.slots}"
         )
-    if not 0 <= arguments.temperature < 1000:
-        raise SystemExit(f"--temperature {arguments.temperature:g} must be from 0 to 1000; use 0.8")
+    if arguments.temperature >= 1000:
+        raise SystemExit(f"--temperature {arguments.temperature:g} must be below 1000; use 0.8")
     check_length(arguments)
     return arguments
 

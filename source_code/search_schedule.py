@@ -85,7 +85,7 @@ def rooms(text):
 def hop(text):
     """((rank, rank), time) of A,B=T, the smaller rank first."""
     pair, equals, time = text.partition("=")
-    ends = pair.split(",")
+    ends = [end.strip() for end in pair.split(",")]
     if not equals or len(ends) != 2 or not all(re.fullmatch("[0-9]{1,9}", end) for end in ends):
         raise argparse.ArgumentTypeError(f"must be A,B=T with two ranks, not '{text}'")
     return tuple(sorted(map(int, ends))), cost(time)
@@ -99,11 +99,11 @@ def question_of(arguments):
         check_same("--ranks", a.ranks, f"--timeline {a.timeline}", 1 + max(places))
         check_same("--microbatches", a.microbatches, f"--timeline {a.timeline}", m)
         a.ranks = 1 + max(places)
-        check_size(len(places), m)
+        check_size(f"--timeline {a.timeline}", len(places), m)
     else:
         a.ranks = a.ranks or 4
         stages, m, split = a.ranks * a.chunks, a.microbatches or 8, a.split
-        check_size(stages, m)
+        check_size(f"--ranks {a.ranks} --microbatches {m}", stages, m)
         if a.placement == "v" and a.chunks != 2:
             raise SystemExit("--placement v has two stages per rank; add --chunks 2")
         places = tuple(PLACEMENTS[a.placement](stage, a.ranks) for stage in range(stages))
@@ -126,11 +126,11 @@ def question_of(arguments):
     return Question(places, m, given, split, room)
 
 
-def check_size(stages, microbatches):
+def check_size(flags, stages, microbatches):
     if 3 * microbatches * stages > LARGEST:
         raise SystemExit(
-            f"{stages} stages and {microbatches} micro-batches are too many actions to search; "
-            "use fewer of either"
+            f"{flags}: {stages} stages and {microbatches} micro-batches are too many actions to "
+            "search; use fewer of either"
         )
 
 

@@ -61,7 +61,8 @@ CASES = [
     ("--learning-rate 3.3e38 --dtype bfloat16 --optimizer adamw", "--learning-rate"),
     ("--steps ٠", "--steps"),  # a zero that is not "0"
     ("--timeout ٣", "--timeout"),
-    *((f"{flag} 1_0", flag) for flag in ("--timeout", "--steps", "--learning-rate")),
+    *((f"{flag} 1_0", flag) for flag in ("--timeout", "--steps", "--learning-rate", "--seed")),
+    ("--seed ٣", "--seed"),
     ("--seed abc", "--seed"),
     ("--seed -1", "--seed"),
     ("--seed 1.5", "--seed"),

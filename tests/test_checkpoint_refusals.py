@@ -252,6 +252,18 @@ def test_outputs_beside_the_checkpoints_are_accepted(saved, monkeypatch):
     assert found.losses == f"{saved}-losses" and found.begin.step == 10
 
 
+def test_a_training_does_not_begin_anew_where_a_model_was_to_be_brought_in(
+    refusal, tmp_path, monkeypatch
+):
+    folder = tmp_path / "saved"
+    checkpoint_folder.begin_writing(folder, "run-0001", 5)  # a training's first save, not whole
+    assert parse(monkeypatch, "--checkpoints", str(folder)).begin is None
+    checkpoint_folder.begin_writing(folder, "run-0001", 0)  # only convert.py saves step 0
+    sentence = refusal.check("pretrain_llama", "--checkpoints", str(folder), names="--checkpoints")
+    assert "convert.py" in sentence and "--fresh" in sentence
+    assert parse(monkeypatch, "--checkpoints", str(folder), "--fresh").run == "run-0002"
+
+
 def test_an_older_step_that_is_not_there_is_refused_with_those_that_are(refusal, saved):
     flags = ["--checkpoints", str(saved), "--optimizer", "adamw", "--from-step", "7"]
     assert "use one of 5, 10" in refusal.check(SCRIPT, *flags, names="--from-step 7")

@@ -5,6 +5,7 @@ Bit for bit on the same cut of the model, to 1e-12 on another, for every optimiz
 
 import functools
 import importlib
+import io
 import json
 import os
 import shlex
@@ -448,6 +449,28 @@ def test_a_signal_to_any_rank_lets_the_step_end_saves_and_ends_all_with_75(
     assert sorted(after) == [5, 6, 7, 8] and not marker.exists()
     expected = undisturbed(ranks=2)
     assert after == {step: expected[step] for step in after}
+
+
+def stop_rank_beside_a_folder(rank, flags, place):
+    """The same for rank 1, once a folder has the name of the file that marks a stop."""
+    add, said = distributed_checkpointing.LossLog.add, io.StringIO()
+
+    def make_and_add(*loss):
+        place.mkdir(exist_ok=True)
+        add(*loss)
+
+    with mock.patch.object(distributed_checkpointing.LossLog, "add", make_and_add):
+        with redirect_stderr(said):
+            return stop_rank(rank, flags, 1, signal.SIGTERM, 4), said.getvalue()
+
+
+def test_a_stop_that_cannot_be_marked_is_one_sentence_and_ends_with_75(tmp_path):
+    place = tmp_path / "saved" / "stopped"
+    flags = f"{FLAGS} --steps 9 --checkpoints {tmp_path / 'saved'}"
+    first, second = run_on_ranks(stop_rank_beside_a_folder, 2, flags, place)
+    assert (first[0], second) == (75, (75, ""))
+    assert str(place) in first[1] and first[1].count("\n") == 1
+    assert (tmp_path / "saved" / "latest").read_text() == "run-0001/step-00000005\n"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -238,15 +239,16 @@ def test_a_copy_with_one_schedule_has_no_line_of_the_others_and_the_losses_bit_f
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("train.py NEW --schedules zb-h3", "--schedules zb-h3: use some of naive, gpipe"),
+        ("train.py NEW --schedules zb-h3", "--schedules 'zb-h3': use some of naive, gpipe"),
         ("train.py NEW --schedules 1f1b --with-lab", "the lab predicts every schedule"),
         ("gpipe.py NEW --schedules 1f1b", "gpipe.py has no other schedule"),
+        ("gpipe.py NEW --schedules '1f1b, zb-h1'", "gpipe.py has no other schedule"),
         ("gpipe.py NEW --bare --with-lab", "the lab needs the guard"),
         ("pretrain_llama.py NEW.py", "lines, too many to read as one file"),
     ],
 )
 def test_choices_that_cannot_be_made_are_rejected(words, sentence, tmp_path, capsys):
-    assert copy(*words.replace("NEW", str(tmp_path / "mine")).split()) == 2
+    assert copy(*shlex.split(words.replace("NEW", str(tmp_path / "mine")))) == 2
     assert sentence in capsys.readouterr().err and not os.listdir(tmp_path)
 
 

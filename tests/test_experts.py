@@ -257,7 +257,7 @@ def test_only_routed_experts_differ_between_the_ranks_of_a_group():
         ("--replicas 2 --expert-ranks 3", ["--expert-ranks 3", "--replicas 2"]),
         ("--replicas 2 --experts 5 --expert-ranks 2", ["--expert-ranks 2", "--experts 5"]),
         ("--capacity 0", ["--capacity", "positive"]),
-        ("--auxiliary -1", ["--auxiliary", "positive"]),
+        ("--auxiliary -1", ["--auxiliary", "at least 0"]),
         ("--auxiliary 1e308", ["--auxiliary", "at most"]),  # not: a smaller --learning-rate
     ],
 )

@@ -207,8 +207,9 @@ def test_chunks_of_one_prompt_follow_each_other_and_fill_the_pipeline_without_ot
         [
             ("--tokens 60", ["--seq-len 40", "positions"]),
             ("--slots 4 --tokens-per-pass 3", ["--tokens-per-pass 3", "at least 4"]),
-            ("--temperature -1", ["--temperature -1", "0 to 1000"]),
+            ("--temperature -1", ["--temperature", "at least 0"]),
             ("--groups 1000000", ["--groups 1000000", "1024"]),
+            ("--temperature 1000", ["--temperature 1000", "below 1000"]),
             ("--requests 2000000000", ["--requests", "1,000,000 are the most"]),
             ("--groups 1024 --seq-len 2000 --tokens 1500", ["--groups", "1,000,000 are the most"]),
             ("--prompt ''", ["--prompt", "empty"]),

@@ -68,6 +68,24 @@ def test_a_job_that_fails_before_it_trains_is_not_queued_again_for_what_an_earli
     assert (status, "requeue" in called) == (2, False)
 
 
+# srun, whose ranks saved in that attempt, and could only print it; the place is torchrun's.
+PRINTS = (
+    STAND_IN
+    + """log=$LOGS/node0/17.ATTEMPT_x/attempt_0/0
+mkdir -p "$log" && echo 'stopped by SIGUSR1 after 3 steps, saved' >"$log/stdout.log"
+"""
+)
+
+
+@pytest.mark.parametrize(("attempt", "again"), [(1, True), (0, False)])
+def test_a_job_that_saved_and_could_not_mark_it_goes_back_into_the_queue(
+    job, tmp_path, attempt, again
+):
+    (tmp_path / "bin" / "srun").write_text(PRINTS.replace("ATTEMPT", str(attempt)))
+    status, called, said = job("checkpointed.sbatch", SLURM_RESTART_COUNT="1")
+    assert (status, "requeue" in called, said) == (75 if again else 0, again, "")
+
+
 def test_a_job_that_may_not_start_again_says_so_the_first_time(job, tmp_path):
     (tmp_path / "saved").mkdir()
     (tmp_path / "bin" / "srun").write_text(SAVES)

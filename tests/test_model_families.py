@@ -116,10 +116,10 @@ def test_at_least_30_families_are_counted():
         ({}, "model_type None are not counted"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
          "is for a language model"),
-        ({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm is True are not counted"),
-        ({"model_type": "qwen3", "attention_bias": "yes"}, "attention_bias is yes, and not true"),
-        ({"model_type": "llama", "max_position_embeddings": -1}, "say max_position_embeddings"),
-        ({"model_type": "opt", "max_position_embeddings": None}, "say max_position_embeddings"),
+        ({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm is true are not counted"),
+        ({"model_type": "qwen3", "attention_bias": "yes"}, 'is "yes" in quotes'),
+        ({"model_type": "llama", "max_position_embeddings": -1}, "max_position_embeddings is -1"),
+        ({"model_type": "opt", "max_position_embeddings": None}, "max_position_embeddings is missing"),
     ],
 )  # fmt: skip
 def test_what_is_not_counted_is_rejected_in_one_sentence(file, sentence):

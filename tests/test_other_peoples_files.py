@@ -74,6 +74,9 @@ LLAMA = {
         ({"model_type": "mixtral"}, "model_type is mixtral", "folder of a Llama, a Mistral, a"),
         ({"model_type": "qwen3_moe"}, "model_type is qwen3_moe", "folder of a Llama, a Mistral, a"),
         ({"model_type": ["llama"]}, "model_type is ['llama']", "folder of a Llama, a Mistral, a"),
+        ({"tie_word_embeddings": "true"}, '"true" in quotes', "true or false, without quotes"),
+        ({"attention_dropout": "0.0"}, '"0.0" in quotes', "set it to 0.0"),
+        ({"hidden_size": "64"}, 'hidden_size is "64" in quotes', "take config.json"),
         ({"num_attention_heads": 5}, "do not fit a width of 64", "take config.json"),
     ],
 )  # fmt: skip

@@ -164,6 +164,15 @@ def test_a_size_of_a_config_is_called_by_its_key(tmp_path):
             find_model(str(path), 8, 8)
 
 
+@pytest.mark.parametrize("key", ["tie_word_embeddings", "multi_query", "parallel_attn"])
+def test_a_switch_of_a_config_in_quotes_is_not_taken_for_true(key, tmp_path):
+    config = {"model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 16, "vocab_size": 64}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "num_attention_heads": 2, key: "false"}))
+    with pytest.raises(InputError, match=f'{key} is "false" in quotes'):
+        find_model(str(path), 128, 8)
+
+
 @pytest.mark.parametrize("norms", ["x", [1], -5, 1e308, 1.5])
 def test_a_falcon_with_another_number_of_norms_is_rejected_in_one_sentence(norms, tmp_path):
     config = {"model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 16, "vocab_size": 64}

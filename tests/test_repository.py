@@ -225,6 +225,34 @@ def test_main_comes_first_in_a_script(path):
     assert ast.get_docstring(tree)
 
 
+def types_of_flags(path):
+    """What the flags of a file are read with, as text: each `type=`, also in a dictionary of them."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            found += [word.value for word in node.keywords if word.arg == "type"]
+        elif isinstance(node, ast.Dict):
+            found += [
+                v for k, v in zip(node.keys, node.values) if getattr(k, "value", "") == "type"
+            ]
+    return [ast.unparse(one) for one in found]
+
+
+def test_every_flag_with_a_number_is_read_by_the_readers_that_all_programs_share():
+    # int() and float() take 1_0, digits of any script, nan and inf. Programs without code of the
+    # course, such as small/pipeline.py, have nothing else.
+    used = {
+        path: types_of_flags(path)
+        for path in FILES
+        if path.suffix == ".py" and path.parent.name != "tests"
+        if re.search(
+            r"^(from|import) (pipeline|guard|lab|course)\b", path.read_text(), re.MULTILINE
+        )
+    }
+    assert sum("positive_integer" in types for types in used.values()) > 20
+    assert [name_of(p) for p, types in used.items() if {"int", "float"} & {*types}] == []
+
+
 # The pages.
 
 

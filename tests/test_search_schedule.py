@@ -135,6 +135,19 @@ def test_a_timeline_whose_stage_is_on_two_ranks_is_rejected_in_one_sentence(caps
     assert f"{file} is not that of one synchronous training step; name another" in printed.err
 
 
+def test_a_timeline_with_too_many_micro_batches_is_named_with_their_number(capsys, tmp_path):
+    file = tmp_path / "run.json"
+    rows = [(Action(s, kind, k), s) for s in (0, 1) for kind in "FB" for k in range(900)]
+    events = (Event(rank, action, at, at + 1) for at, (action, rank) in enumerate(rows))
+    file.write_text(to_chrome_trace(Timeline("x", tuple(events))))
+    status, printed = call(f"--timeline {file}", capsys)
+    assert status == 2 and f"--timeline {file}: " in printed.err and " 900 " in printed.err
+
+
+def test_ranks_and_their_times_may_have_blanks_around_them():
+    assert search_schedule.hop("2, 1 = 10") == search_schedule.hop("1,2=10") == ((1, 2), 10.0)
+
+
 @pytest.mark.processes
 def test_what_is_found_trains_to_the_losses_of_one_process(capsys, tmp_path):
     file = ROOT / "build" / "test_search.csv"

@@ -28,7 +28,7 @@ from spoilt_code import course, extensions, guard, lab, pipeline, planning, scri
 from spoilt_code.fault import StaleFaultError  # noqa: E402
 
 from guard.one_sentence import in_one_sentence  # noqa: E402
-from pipeline.command_line import Parser  # noqa: E402
+from pipeline.command_line import Parser, positive_integer  # noqa: E402
 
 FILES = pipeline, guard, lab, extensions, planning, course, scripts
 FAULTS = [fault for file in FILES for fault in file.FAULTS]
@@ -48,7 +48,12 @@ def main():
     add("names", nargs="*", metavar="NAME", help="faults to plant, else all")
     add("--list", action="store_true", help="only print the faults")
     add(
-        "--at-once", type=int, default=2, choices=range(1, 9), metavar="N", help="copies to work in"
+        "--at-once",
+        type=positive_integer,
+        default=2,
+        choices=range(1, 9),
+        metavar="N",
+        help="copies to work in",
     )
     arguments = parser.parse_args()
     unknown = set(arguments.names) - {fault.name for fault in FAULTS}

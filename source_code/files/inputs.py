@@ -104,6 +104,12 @@ def reject_constant(constant):
     raise ValueError(f"{constant} is not a number")
 
 
+def shown(value):
+    """Return a value from JSON as its file has it, cut short; it says of a text that it is in quotes."""
+    text = json.dumps(value)[:40]
+    return f"{text} in quotes" if isinstance(value, str) else text
+
+
 def is_number(value, least=-math.inf, most=math.inf):
     """Return whether a value from JSON is a finite number in that range."""
     return type(value) in (int, float) and least <= value <= most and abs(value) <= LARGEST_NUMBER

@@ -18,13 +18,12 @@ et al. 1993, the two are the latency L and the gap g; there all messages of a ra
 
 import argparse
 import gc
-import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from lab.timeline import Event, Timeline
-from pipeline.command_line import positive_number
+from pipeline.command_line import number_from_zero, positive_number
 from pipeline.schedule import message_of
 
 LONGEST = 1e15  # the largest cost: sums of costs stay finite
@@ -209,13 +208,7 @@ def costs_in(text):
 
 def cost_or_nothing(text):
     """The value of a flag as a cost that may be 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, not '{text}'")
-    return value and cost(text)
+    return number_from_zero(text) and cost(text)
 
 
 def sums_done(timeline, cost, buckets=1):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from guard.ending import end_process
 from lab.variables import DELAY_VARIABLE, OCCUPANCY_VARIABLE, PRETENDED_VARIABLE
-from pipeline.command_line import positive_integer
+from pipeline.command_line import number_from_zero, positive_integer
 
 
 class NodesError(ValueError):
@@ -34,8 +34,8 @@ def seconds_in(variable):
     """The seconds of an environment variable, which has milliseconds."""
     text = os.environ.get(variable, "0")
     try:
-        milliseconds = float(text)
-    except ValueError:
+        milliseconds = number_from_zero(text)
+    except ArgumentTypeError:
         milliseconds = -1.0
     if not 0 <= milliseconds < 60_000:
         raise NodesError(f"{variable} must be 0 to 60000 milliseconds, not '{text}'")

@@ -47,26 +47,43 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(message.removeprefix("argument ") + "; --help lists the flags")
 
 
-def positive_integer(text):
-    """Convert a flag's value to a whole number of at least 1."""
+def whole_number(text, least=0):
+    """Convert a flag's value to a whole number of at least `least`, 0 or 1."""
     digits = text.strip()
-    if not (digits.isascii() and digits.isdecimal()) or not digits.strip("0"):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not '{text}'")
+    if not (digits.isascii() and digits.isdecimal()) or (least and not digits.strip("0")):
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of at least {least}, not '{text}'"
+        )
     if len(digits) > MOST_DIGITS or int(digits) >= 2**31:
         raise argparse.ArgumentTypeError(f"must be at most {2**31 - 1}, not '{text}'")
     return int(digits)
 
 
+def positive_integer(text):
+    """Convert a flag's value to a whole number of at least 1."""
+    return whole_number(text, 1)
+
+
 def positive_number(text):
     """Convert a flag's value to a finite number above zero."""
-    try:
-        # float() takes digits of any script, and 1_0 for 10.
-        value = float(text) if text.isascii() and "_" not in text else math.nan
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
+    if not 0 < (value := number_in(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, not '{text}'")
     return value
+
+
+def number_from_zero(text):
+    """Convert a flag's value to a finite number of at least zero."""
+    if not 0 <= (value := number_in(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, not '{text}'")
+    return value
+
+
+def number_in(text):
+    """Return the number that a text is, or NaN; float() takes digits of any script, and 1_0 for 10."""
+    try:
+        return float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        return math.nan
 
 
 def check_same(flag, given, file, has):

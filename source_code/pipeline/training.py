@@ -14,6 +14,7 @@ from pipeline.command_line import (
     positive_integer,
     positive_number,
     ranks_from_environment,
+    whole_number,
 )
 from pipeline.data import DataError, load_text
 from pipeline.job import join_job
@@ -57,7 +58,7 @@ def model_parser(description):
     add("--heads", default=4, help="query heads", **count)
     add("--kv-heads", default=2, help="key and value heads", **count)
     add("--seq-len", default=32, help="tokens per sequence", **count)
-    add("--seed", type=int, default=0, metavar="N", help="of all that is drawn at random")
+    add("--seed", type=whole_number, default=0, metavar="N", help="of all that is drawn at random")
     add("--dtype", choices=list(DTYPES), default="float64", help="of weights and activations")
     add("--data", metavar="FILE", help="text to learn instead of the course's own")
     parser.reads.append("--data")
@@ -110,8 +111,6 @@ def complete_model(parser, arguments, read_data):
         raise SystemExit(
             f"--kv-heads {a.kv_heads} does not divide --heads {a.heads}; use a divisor of it"
         )
-    if not 0 <= a.seed < 2**31:
-        raise SystemExit(f"--seed {a.seed} is out of range; use a number from 0 to {2**31 - 1}")
     if a.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("--device cuda: this machine has no usable GPU; use --device cpu or auto")
     a.config = ModelConfig(a.layers, a.dim, a.heads, a.kv_heads, a.seq_len, a.vocabulary)

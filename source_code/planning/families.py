@@ -7,7 +7,7 @@ those of transformers 5. A test compares the number of weights of every family w
 
 from dataclasses import dataclass, replace
 
-from files.inputs import InputError
+from files.inputs import InputError, shown
 
 Setting = bool | tuple[str, bool]  # a fact of the family, or a key of the file and its default
 
@@ -188,7 +188,7 @@ def read_family(config, path):
             sizes[size] = value
     if family.gated and "inner" not in sizes:
         raise InputError(f"{path} does not say intermediate_size")
-    if config.get("multi_query", config["model_type"] in ("gpt_bigcode", "falcon")):
+    if setting(config, ("multi_query", config["model_type"] in ("gpt_bigcode", "falcon")), path):
         sizes["kv_heads"] = 1
     if config["model_type"] == "falcon":
         family, sizes["kv_heads"] = falcon(family, config, sizes, path)
@@ -201,7 +201,7 @@ def family_of(config, path):
     experts = next((key for key in EXPERTS if config.get(key) not in (None, 0, 1)), None)
     if experts:
         raise InputError(
-            f"{path}: {experts} is {str(config[experts])[:40]}, and no plan covers experts; "
+            f"{path}: {experts} is {shown(config[experts])}, and no plan covers experts; "
             "give the sizes of a model without them"
         )
     kind = config.get("model_type")
@@ -219,7 +219,7 @@ def family_of(config, path):
     for key, value in FAMILIES[kind].always:
         if config.get(key, value) != value:
             raise InputError(
-                f"{path}: the weights of a {kind} whose {key} is {str(config[key])[:40]} are not "
+                f"{path}: the weights of a {kind} whose {key} is {shown(config[key])} are not "
                 f"counted; use a file where it is {str(value).lower()}"
             )
     return FAMILIES[kind]
@@ -232,23 +232,22 @@ def setting(config, fact, path):
     key, default = fact
     value = config.get(key, default)
     if not isinstance(value, bool):
-        raise InputError(f"{path}: {key} is {str(value)[:40]}, and not true or false")
+        raise InputError(
+            f"{path}: {key} is {shown(value)}, and must be true or false, without quotes"
+        )
     return value
 
 
 def falcon(family, config, sizes, path):
     """The Family of this Falcon, and its heads for keys: Falcon 40B and 7B differ in both."""
-    if config.get("new_decoder_architecture"):
+    if setting(config, ("new_decoder_architecture", False), path):
         norms = config.get("num_ln_in_parallel_attn") or 2
         if norms not in (1, 2):
-            raise InputError(
-                f"{path}: num_ln_in_parallel_attn is {str(norms)[:40]}, and not 1 or 2"
-            )
+            raise InputError(f"{path}: num_ln_in_parallel_attn is {shown(norms)}, and not 1 or 2")
         return replace(family, norms=norms), config.get("num_kv_heads") or sizes.get("heads")
-    norms = 1 if config.get("parallel_attn", True) else 2
-    return replace(family, norms=norms), 1 if config.get("multi_query", True) else sizes.get(
-        "heads"
-    )
+    norms = 1 if setting(config, ("parallel_attn", True), path) else 2
+    shared = setting(config, ("multi_query", True), path)
+    return replace(family, norms=norms), 1 if shared else sizes.get("heads")
 
 
 def weights_outside_matrices(family, config, model, path):

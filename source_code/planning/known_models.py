@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from files.inputs import InputError, is_count, read_json
+from files.inputs import InputError, is_count, read_json, shown
 from planning.families import SIZE_KEYS, read_family, weights_outside_matrices
 from planning.partition import LARGEST_FILE
 from planning.profiled import check_layers, profiled_model
@@ -125,7 +125,7 @@ def from_sizes(text):
     """The Model of sizes such as layers=32,hidden=4096,vocabulary=32000. Raises InputError."""
     sizes = {}
     for part in text.split(","):
-        key, _, value = part.partition("=")
+        key, _, value = part.strip().partition("=")
         flag = key in ("gated", "tied") and value in ("0", "1")
         digits = value.isascii() and value.isdecimal()
         is_size = key in SIZES and digits and len(value) <= len(str(LARGEST_SIZE))
@@ -147,7 +147,10 @@ def from_config(config, path):
     if longest is None and family.positions is None:
         longest = 1  # no weights belong to positions
     if not is_count(longest, LARGEST_SIZE) or longest == 0:
-        raise InputError(f"{path} does not say max_position_embeddings, a number from 1")
+        said = "is missing" if longest is None else f"is {shown(longest)}"
+        raise InputError(
+            f"{path}: max_position_embeddings {said}; give a number from 1 to {LARGEST_SIZE:,}"
+        )
     built = {"gated": family.gated, "tied": tied, "norms_in_float32": family.gated}
     keys = {
         size: next((key for key in SIZE_KEYS[size] if key in config), SIZE_KEYS[size][0])
@@ -172,7 +175,7 @@ def checked(sizes, name, keys=None):
     for size in SIZES:
         value = sizes.get(size, 1)
         if not is_count(value, LARGEST_SIZE) or value == 0:
-            value, most = repr(value)[:40], f"{LARGEST_SIZE:,}"
+            value, most = shown(value), f"{LARGEST_SIZE:,}"
             raise InputError(f"{keys[size]} of {name} is {value}; give a number from 1 to {most}")
     check_layers(sizes["layers"], name)
     model = Model(

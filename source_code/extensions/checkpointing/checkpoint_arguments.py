@@ -7,17 +7,20 @@ All errors that the names, sizes and flags in a folder reveal are found before t
 import hashlib
 import os
 import sys
+from pathlib import Path
 
 from extensions.checkpointing.checkpoint import Checkpoints
 from extensions.checkpointing.checkpoint_folder import (
+    WRITING,
     CheckpointError,
     find_checkpoint,
     first_difference,
+    name_of_step,
     run_to_write,
     write_line,
 )
 from extensions.checkpointing.stop_request import status_when_stopped
-from files.outputs import can_be_written
+from files.outputs import can_be_written, say_not_written
 from pipeline.command_line import positive_integer
 
 # What a continued run must share with the run that it continues. The number of ranks and stages,
@@ -100,12 +103,20 @@ def look_into_folder(arguments):
 
 def find_newest(arguments):
     """Return the newest checkpoint, or None; with --from-step also None if it is damaged."""
+    folder = arguments.checkpoints
     try:
-        return find_checkpoint(arguments.checkpoints)
+        newest = find_checkpoint(folder)
     except CheckpointError:
         if arguments.from_step:
             return None
         raise
+    # A training never saves step 0.
+    if newest is None and any(Path(folder).glob(f"run-*/{WRITING}{name_of_step(0)}-*")):
+        raise SystemExit(
+            f"--checkpoints {folder}: convert.py has not finished there; start it again with a new "
+            "folder, or begin anew here with --fresh"
+        )
+    return newest
 
 
 def configuration_of(arguments, further, saved):
@@ -203,6 +214,9 @@ def status_of_end(arguments, job, training, checkpoints, ending):
         return 0
     if job.rank == 0:
         when = f"{ending.name} after {training.step} steps"
-        write_line(arguments.checkpoints, "stopped", when)  # the training can be continued
+        try:
+            write_line(arguments.checkpoints, "stopped", when)  # the training can be continued
+        except OSError as error:
+            say_not_written("--checkpoints", os.path.join(arguments.checkpoints, "stopped"), error)
         print(f"stopped by {when}, saved", flush=True)
     return status_when_stopped()

@@ -5,7 +5,7 @@ import argparse
 import math
 
 from extensions.experts.expert_layer import Routing
-from pipeline.command_line import positive_integer, positive_number
+from pipeline.command_line import number_from_zero, positive_integer, positive_number
 
 MOST_EXPERTS = 1024  # of a layer; all of them are built
 MOST_FACTOR = 1_000_000  # of the auxiliary loss, so that it does not become infinite by that alone
@@ -27,7 +27,7 @@ def add_expert_flags(parser):
 
 def factor(text):
     """Convert a flag's value to a number, either 0 or positive."""
-    value = positive_number(text) if text.strip(" 0.") else float(text)
+    value = number_from_zero(text)
     if value > MOST_FACTOR:
         raise argparse.ArgumentTypeError(f"must be at most {MOST_FACTOR}, not '{text}'")
     return value

@@ -9,7 +9,7 @@ keys, the frequencies of the rotary embedding, one matrix at both ends.
 from pathlib import Path
 
 from extensions.real_models.saved_part import SavedSettings
-from files.inputs import MEBIBYTE, InputError, is_count, is_number, read_json
+from files.inputs import MEBIBYTE, InputError, is_count, is_number, read_json, shown
 
 CONFIG_FILE = "config.json"
 SIZE_FLAGS = "layers", "dim", "heads", "kv_heads", "vocabulary"
@@ -66,19 +66,20 @@ def check_family(path, saved):
         )
     if family in ("qwen2", "qwen3") and saved.get("use_sliding_window"):
         raise InputError(
-            f"{path}: use_sliding_window is set, and the course's attention has none; for sequences "
-            "no longer than sliding_window, set it to false in a copy of the folder"
+            f"{path}: use_sliding_window is set to {shown(saved['use_sliding_window'])}, and the "
+            "course's attention has none; for sequences no longer than "
+            "sliding_window, set it to false in a copy of the folder"
         )
     if family == "mistral" and saved["sliding_window"] is not None:
         raise InputError(
-            f"{path}: the sliding_window is {str(saved['sliding_window'])[:40]}, and the course's "
+            f"{path}: the sliding_window is {shown(saved['sliding_window'])}, and the course's "
             "attention has none; for sequences no longer than that, set it to null in a copy of the "
             "folder"
         )
     dropout = saved.get("attention_dropout") or 0.0
     if dropout != 0:
         raise InputError(
-            f"{path}: attention_dropout is {str(dropout)[:40]}, and the course's attention has none; "
+            f"{path}: attention_dropout is {shown(dropout)}, and the course's attention has none; "
             "set it to 0.0 in a copy of the folder"
         )
 
@@ -108,11 +109,12 @@ def settings_from(path, saved, seq_len):
     for name, value in {**biases, "tie_word_embeddings": tied}.items():
         if not isinstance(value, bool):
             raise InputError(
-                f"{path}: {name} is {str(value)[:40]}, and not true or false; {MENDED}"
+                f"{path}: {name} is {shown(value)}, and must be true or false, without quotes; "
+                f"{MENDED}"
             )
     if not is_number(epsilon, 0, 1):
         raise InputError(
-            f"{path}: rms_norm_eps is {str(epsilon)[:40]}, and not between 0 and 1; {MENDED}"
+            f"{path}: rms_norm_eps is {shown(epsilon)}, and not between 0 and 1; {MENDED}"
         )
     attention_bias = biases["attention_bias"] and family in ("llama", "qwen3")
     return SavedSettings(
@@ -136,7 +138,7 @@ def sizes_in(path, saved):
         value = otherwise if saved.get(name) is None else saved[name]
         if not is_count(value, MOST) or value < 1:
             raise InputError(
-                f"{path}: {name} is {str(value)[:40]}, and not a whole number from 1 to {MOST:,}; "
+                f"{path}: {name} is {shown(value)}, and not a whole number from 1 to {MOST:,}; "
                 f"{MENDED}"
             )
         return value
@@ -183,9 +185,11 @@ def rotary_in(path, saved):
             "sequences of up to the original_max_position_embeddings, name the folder of the model "
             "before it was extended to longer ones"
         )
-    if said.get("partial_rotary_factor", saved.get("partial_rotary_factor", 1.0)) != 1.0:
+    part = said.get("partial_rotary_factor", saved.get("partial_rotary_factor", 1.0))
+    if part != 1.0:
         raise InputError(
-            f"{path}: partial_rotary_factor is not 1, and the course rotates whole heads; {WHOLE}"
+            f"{path}: partial_rotary_factor is {shown(part)} and not 1, and the course rotates "
+            f"whole heads; {WHOLE}"
         )
     pairs = [("type", kind)]
     for name in ("rope_theta", *ROTARY_TYPES[kind]):
@@ -193,9 +197,7 @@ def rotary_in(path, saved):
         if name == "original_max_position_embeddings" and value is None:
             value = saved.get(name, saved.get("max_position_embeddings"))
         if not is_number(value, 1e-6):
-            raise InputError(
-                f"{path}: {name} of the rotary embedding is {str(value)[:40]}; {MENDED}"
-            )
+            raise InputError(f"{path}: {name} of the rotary embedding is {shown(value)}; {MENDED}")
         pairs.append((name, float(value)))  # torch takes no integer beyond 64 bits
     numbers = dict(pairs)
     if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
