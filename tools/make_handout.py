@@ -64,7 +64,7 @@ exec(compile(zlib.decompress(base64.b64decode(PACKED)), __file__, "exec"))
 '''
 # Variables with which git names a repository or a part of it.
 REPOSITORY = "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR"
-LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s\0]*)(?:#[^)]*)?\)"
+LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s\0\ud800-\udfff]*)(?:#[^)]*)?\)"
 # With the end of the line only if it also began the line: otherwise two lines would become one.
 COURSE_ONLY = r"^<!-- course only -->.*?<!-- end -->\n?|<!-- course only -->.*?<!-- end -->"
 
