@@ -189,6 +189,8 @@ def test_a_run_finds_its_files_from_any_folder_and_loads_the_timeline(tmp_path, 
     (ROOT / file).unlink(missing_ok=True)
     ended = run(f"gpipe.py --steps 1 --microbatches 4 --timeline {file}", ranks=2, warm=True)
     assert len(ended.timeline.events) == 2 * 4 * 2
+    ended = run(f"gpipe.py --steps 1 --microbatches 2 --timeline={file}", ranks=2, warm=True)
+    assert len(ended.timeline.events) == 2 * 2 * 2, "as with a space"
     assert (ROOT / file).exists() and list(tmp_path.iterdir()) == []
 
 
