@@ -17,6 +17,7 @@ import benchmark
 import certificates
 import exercises
 import grade_submissions
+import living_pages
 import make_handout
 import make_hosted
 import make_site
@@ -363,8 +364,18 @@ def test_a_number_of_minutes_with_5000_digits_is_no_number_of_minutes(tmp_path):
     assert minutes.stated_in(tmp_path / "03_b.ipynb") is None
 
 
-def test_a_link_with_half_a_letter_stays_in_a_handout():
-    assert make_handout.without_links("[x](\ud800)", Path("a.md")) == "[x](\ud800)"
+@pytest.mark.parametrize("link", ["[x](\ud800)", "[the course](..)"])
+def test_a_link_that_names_no_removed_file_stays_in_a_handout(link):
+    assert make_handout.without_links(link, Path("docs/a.md")) == link
+
+
+DEEP = "-" * 100_000 + "1"  # deeper than Python reads
+
+
+def test_code_that_is_too_deep_for_python_costs_its_own_answer_and_is_shown_as_it_is(tmp_path):
+    namespace = {}
+    make_submission.prepare(DEEP, "<cell 1>", namespace, True, tmp_path)
+    assert not namespace and not living_pages.body_of(DEEP) and not living_pages.body_of("\0")
 
 
 def test_a_stored_picture_that_is_damaged_is_drawn_anew():

@@ -155,13 +155,13 @@ def check_is_copy(folder):
 
 
 def is_left_out(file):
-    if file.parts[0] == "tools" and file.name not in TOOLS:
+    if file.parts[:1] == ("tools",) and file.name not in TOOLS:
         return True
     return any(file.is_relative_to(each) for each in LEFT_OUT)
 
 
 def is_packed(file):
-    return file.parts[0] == "source_code" and "/".join(file.parts[1:]) in ANSWERS
+    return file.parts[:1] == ("source_code",) and "/".join(file.parts[1:]) in ANSWERS
 
 
 def packed(text):

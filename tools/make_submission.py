@@ -220,7 +220,7 @@ def prepare(source, name, namespace, whole, folder):
         return
     try:
         statements = ast.parse(source).body
-    except (SyntaxError, ValueError, RecursionError):
+    except (MemoryError, RecursionError, SyntaxError, ValueError):
         statements = []  # a shell command, or an answer that the check will find missing
     with undone() if whole else contextlib.nullcontext():
         for statement in statements:
