@@ -86,6 +86,8 @@ fi
     echo "SLURM_JOB_ID is not the number of a job: start a job script with sbatch, as in: sbatch slurm/train.sbatch gpipe.py" >&2
     exit 2
 }
+# SLURM names no GPUs, or 0, for a job without any.
+[[ ${SLURM_GPUS_ON_NODE:-} =~ ^[1-9][0-9]*$ ]] || unset SLURM_GPUS_ON_NODE
 RANKS_PER_NODE=${COURSE_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-2}}
 # The first node of the list. The ranks of a pipeline are numbered along it.
 HEAD=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}

@@ -119,7 +119,10 @@ def files_of(names):
     for name in map(Path, names):
         found = [name]
         if os.path.isdir(name):
-            found = sorted(path for path in name.iterdir() if path.suffix in (".txt", ".jsonl"))
+            try:
+                found = sorted(each for each in name.iterdir() if each.suffix in (".txt", ".jsonl"))
+            except OSError as error:
+                raise InputError(f"{name} cannot be read ({error.strerror})") from None
             if not found:
                 raise DataError(
                     f"--data: {name} has no .txt and no .jsonl files; name a folder that has some"

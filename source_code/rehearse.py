@@ -49,8 +49,8 @@ def import_from_folder_of(program):
     """Let a program import what lies beside it, as Python does; a copy has a pipeline/ of its own."""
     folder = os.path.dirname(os.path.abspath(program))
     if not os.path.samefile(folder, os.path.dirname(os.path.abspath(__file__))):
-        beside = set(os.listdir(folder))
-        for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES & beside]:
+        beside = {name for name in PACKAGES if os.path.lexists(os.path.join(folder, name))}
+        for name in [name for name in sys.modules if name.partition(".")[0] in beside]:
             del sys.modules[name]
     sys.path.insert(0, folder)
 

@@ -17,6 +17,7 @@ import benchmark
 import certificates
 import exercises
 import grade_submissions
+import living_pages
 import make_handout
 import make_hosted
 import make_site
@@ -300,6 +301,96 @@ def test_a_notebook_with_an_output_that_jupyter_does_not_know_is_no_page(tmp_pat
     (tmp_path / "03_b.ipynb").write_text(json.dumps({**json.loads(NOTEBOOK), "cells": cells}))
     assert not make_site.is_readable(tmp_path, Path("03_b.ipynb"))
     assert "skipped: 03_b.ipynb is not a notebook" in capsys.readouterr().out
+
+
+MARKDOWN = {"cell_type": "markdown", "metadata": {}, "source": "# T"}
+NOT_SHOWN = {
+    "formula": [{**MARKDOWN, "source": "# T\n\n$$\\frac{p - 1}{$$"}],
+    "deep formula": [{**MARKDOWN, "source": "$$" + 3000 * "{" + "$$"}],
+    "attachment": [{**MARKDOWN, "source": "![x](attachment:x.png)"}],
+    "number as id": [{**MARKDOWN, "id": 3}],
+    "transient": [{**MARKDOWN, "metadata": {"transient": 3}}],
+    "half a letter": [{**MARKDOWN, "source": "# T\n\n[x](\ud800)"}],
+    "explorer": [{**CELL, "source": "explore('nosuch')"}],
+    "puzzle": [{**CELL, "source": "%%bash"}, {**CELL, "source": "check.puzzle(1, rows)"}],
+}
+
+
+@pytest.mark.parametrize("cells", NOT_SHOWN.values(), ids=NOT_SHOWN)
+def test_a_notebook_with_content_that_cannot_be_shown_costs_its_own_page(tmp_path, cells, capsys):
+    (tmp_path / "notebooks").mkdir()
+    bad, good = Path("notebooks/03_b.ipynb"), Path("notebooks/04_c.ipynb")
+    for file, shown in {bad: cells, good: [MARKDOWN]}.items():
+        content = {**json.loads(NOTEBOOK), "nbformat_minor": 5, "cells": shown}
+        (tmp_path / file).write_text(json.dumps(content))
+    course = make_site.Course(tmp_path, [bad, good], set(), {bad: "b", good: "c"}, True)
+    exporter = make_site.HTMLExporter(template_name="basic")
+    assert list(make_site.bodies_of(exporter, course)) == [good] == course.files
+    assert list(course.titles) == [good]
+    assert capsys.readouterr().out.startswith(f"skipped: {bad} ")
+
+
+def test_what_is_between_cells_of_text_and_code_is_no_answer_and_is_shown(tmp_path):
+    question = {**MARKDOWN, "source": "Guess first."}
+    cells = [question, {"cell_type": "raw", "metadata": {}, "source": "raw"}]
+    (tmp_path / "a.ipynb").write_text(json.dumps({**json.loads(NOTEBOOK), "cells": cells}))
+    assert answers.answers_of(exercises.notebook_of(tmp_path / "a.ipynb")) == []
+    course = make_site.Course(tmp_path, [Path("a.ipynb")], set(), {}, False)
+    exporter = make_site.HTMLExporter(template_name="basic")
+    assert "Guess" in make_site.bodies_of(exporter, course)[Path("a.ipynb")]
+
+
+def test_a_formula_that_is_not_whole_is_named_with_its_lesson_by_the_slides(tmp_path, monkeypatch):
+    (tmp_path / "03_b.ipynb").write_text(
+        json.dumps({**json.loads(NOTEBOOK), "cells": [
+            {**MARKDOWN, "source": "# T\n\n<!-- slide: A -->\nOne.\n\n$$\\frac{p - 1}{$$"}
+        ]})
+    )  # fmt: skip
+    monkeypatch.setattr(make_slides, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(make_slides, "SLIDES", tmp_path / "slides")
+    said = sentence_of(make_slides.main, monkeypatch)
+    assert "03_b.ipynb" in said and r"$$\frac{p - 1}{$$" in said
+
+
+def test_a_number_of_minutes_with_5000_digits_is_no_number_of_minutes(tmp_path):
+    (tmp_path / "03_b.ipynb").write_text(
+        json.dumps({**json.loads(NOTEBOOK), "cells": [
+            {**MARKDOWN, "source": f"**Time:** {'9' * 5000} minutes to read and run, and 5 minutes "
+            "to write your part (estimated). "},
+            {**MARKDOWN, "source": f"**1. a** ({'9' * 5000} minutes)\n\n**2. b** (5 minutes)"},
+        ]})
+    )  # fmt: skip
+    assert minutes.minutes_of(tmp_path / "03_b.ipynb").exercises == 5
+    assert minutes.stated_in(tmp_path / "03_b.ipynb") is None
+
+
+@pytest.mark.parametrize("link", ["[x](\ud800)", "[the course](..)"])
+def test_a_link_that_names_no_removed_file_stays_in_a_handout(link):
+    assert make_handout.without_links(link, Path("docs/a.md")) == link
+
+
+DEEP = "-" * 100_000 + "1"  # deeper than Python reads
+
+
+def test_code_that_is_too_deep_for_python_costs_its_own_answer_and_is_shown_as_it_is(tmp_path):
+    namespace = {}
+    make_submission.prepare(DEEP, "<cell 1>", namespace, True, tmp_path)
+    assert not namespace and not living_pages.body_of(DEEP) and not living_pages.body_of("\0")
+
+
+def test_a_stored_picture_that_is_damaged_is_drawn_anew():
+    for damaged in ("AAAA", "A", ""):
+        assert stored_pictures.drawn_from({"image/png": damaged}) is None
+
+
+def test_a_dead_link_is_named_with_its_file_and_a_fix(tmp_path):
+    course = make_site.Course(tmp_path, [], set(), {}, False)
+    with pytest.raises(SystemExit) as ended:
+        make_site.with_links('<a href="gone.md">x</a>', Path("docs/a.md"), course)
+    said, fix = ended.value.code.split("; ", 1)
+    assert "docs/a.md" in said and "gone.md" in said and "correct" in fix
+    abroad = '<a href="HTTPS://example.org/">x</a>'
+    assert make_site.with_links(abroad, Path("docs/a.md"), course) == abroad
 
 
 @pytest.mark.parametrize("tool", [grade_submissions, wall, make_site, quiet_run, rehearse])

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import copy_template
@@ -162,6 +163,18 @@ def test_an_error_of_what_is_read_does_not_blame_what_is_written(tmp_path, monke
     words = "--data", "/proc/self/mem", "--out", tmp_path / "out"
     said = ends_with(prepare_data.main, monkeypatch, capsys, *words)
     assert said.startswith("--data: /proc/self/mem cannot be read")
+
+
+def test_a_folder_of_texts_that_may_not_be_listed_does_not_blame_what_is_written(
+    tmp_path, monkeypatch, capsys
+):
+    def forbidden(folder):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", forbidden)  # root may list any folder
+    words = "--data", tmp_path, "--out", tmp_path / "out"
+    said = ends_with(prepare_data.main, monkeypatch, capsys, *words)
+    assert said.startswith(f"--data: {tmp_path} cannot be read") and "--out" not in said
 
 
 @pytest.mark.parametrize("largest", [70_000, 2**32 - 1])

@@ -129,12 +129,31 @@ def test_a_sweep_over_what_is_no_number_is_one_sentence(job, number):
             (["gpipe.py", "--pace", "80", each], f"--pace '{each}' cannot")
             for each in ("1e2", "8_0")
         ),
+        (["gpipe.py", "--pace=1e2"], "--pace '1e2' cannot"),
     ],
 )
 def test_a_sweep_that_cannot_do_equal_work_starts_no_ranks(job, words, sentence):
     status, called, said = job("sweep.sbatch", "3", "--", *words)
     assert status == 2 and sentence in said and said.count("\n") == 1
     assert not any(word.endswith("srun") for word in called)
+
+
+@pytest.mark.parametrize(
+    ("given", "divided"),
+    [(["--pace", "80", "160"], ["--pace", "20", "40"]), (["--pace=80"], ["--pace=20"])],
+)
+def test_a_sweep_divides_a_pace_in_either_spelling_and_nothing_else(job, given, divided):
+    _, called, _ = job("sweep.sbatch", "4", "--", "gpipe.py", *given, "--steps", "8")
+    at = called.index("source_code/gpipe.py") + 1
+    assert called[at : called.index("--microbatches")] == [*divided, "--steps", "8"]
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks"), [("0", "2"), ("", "2"), ("a100:2", "2"), ("4", "4"), ("10", "10")]
+)
+def test_a_job_has_a_rank_for_each_gpu_and_two_where_slurm_gives_none(job, given, ranks):
+    _, called, _ = job("train.sbatch", "gpipe.py", SLURM_GPUS_ON_NODE=given)
+    assert called[called.index("--nproc-per-node") + 1] == ranks
 
 
 def test_a_sweep_divides_by_the_number_in_every_locale(job, tmp_path):

@@ -1,6 +1,7 @@
 """Starting ranks from a notebook: the same output either way, and nothing is left behind."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from kernels import Kernel
 from test_bad_input import SCRIPTS as TRAINING_SCRIPTS
 from test_bad_input import options_of
 
-from course import launch
+from course import followed_run, launch
 from course.failed_run import RunFailed
 from course.followed_run import follow
 from course.launch import ROOT, LaunchedRanks, WarmRanks, launch_words, run
@@ -189,6 +190,8 @@ def test_a_run_finds_its_files_from_any_folder_and_loads_the_timeline(tmp_path, 
     (ROOT / file).unlink(missing_ok=True)
     ended = run(f"gpipe.py --steps 1 --microbatches 4 --timeline {file}", ranks=2, warm=True)
     assert len(ended.timeline.events) == 2 * 4 * 2
+    ended = run(f"gpipe.py --steps 1 --microbatches 2 --timeline={file}", ranks=2, warm=True)
+    assert len(ended.timeline.events) == 2 * 2 * 2, "as with a space"
     assert (ROOT / file).exists() and list(tmp_path.iterdir()) == []
 
 
@@ -249,6 +252,19 @@ def test_output_that_is_no_text_does_not_stop_a_run_of_one_thread(tmp_path, monk
     )
     monkeypatch.setattr(launch, "SCRIPTS", tmp_path)
     assert run("noise.py", ranks=1, warm=True, limit=60).losses == [1.5]
+
+
+def test_of_a_run_that_prints_without_end_the_last_lines_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(followed_run, "MOST_LINES", 10)
+    (tmp_path / "flood.py").write_text(
+        "import sys\nfor line in range(1000):\n    print('line', line)\n"
+        "    print('said', line, file=sys.stderr)\nsys.exit(1)\n"
+    )
+    monkeypatch.setattr(launch, "SCRIPTS", tmp_path)
+    with pytest.raises(RunFailed) as ended:
+        run("flood.py", ranks=None, warm=True, show=False, limit=60)
+    assert ended.value.output.splitlines() == [f"line {line}" for line in range(990, 1000)]
+    assert re.findall(r"^said (\d+)$", str(ended.value), re.M) == list(map(str, range(990, 1000)))
 
 
 def said_by(started):

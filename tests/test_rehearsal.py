@@ -17,6 +17,7 @@ from unittest import mock
 import finetune
 import inference
 import pytest
+import rehearse
 import torch
 import torch.distributed as dist
 from further import first_of, further
@@ -347,3 +348,13 @@ def test_slow_links_which_send_from_a_second_thread_are_rejected_with_nccl():
             with pytest.raises(NodesError, match="PIPELINE_NODE_DELAY .* use --device cpu"):
                 check_transport(backend, slow=0.03)
     check_transport("gloo", slow=0.03)
+
+
+def test_a_program_may_lie_in_a_folder_that_may_not_be_listed(tmp_path, monkeypatch):
+    def forbidden(folder):
+        raise PermissionError(13, "Permission denied", folder)
+
+    monkeypatch.setattr(rehearse.os, "listdir", forbidden)  # root may list any folder
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    rehearse.import_from_folder_of(tmp_path / "program.py")
+    assert sys.path[0] == str(tmp_path)

@@ -103,6 +103,25 @@ def test_an_answer_that_ends_its_program_costs_one_answer(tmp_path, source):
     assert first["said"].startswith("Not yet: ") and second["said"].startswith("Right: ")
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import json\njson.dumps = None", "import builtins\nbuiltins.len = None",
+        "import os\nos.chdir('/')", "import sys\nsys.setrecursionlimit(30)",
+        "import signal\nsignal.alarm(1)", "import signal\nsignal.signal = None",
+    ],
+)  # fmt: skip
+def test_what_an_answer_changes_for_its_whole_process_costs_no_other_answer(tmp_path, source):
+    cells = "while time.monotonic() < begun + 1.2:\n    pass\n" if "alarm" in source else ""
+    path = notebook(
+        tmp_path, f"import time\n{source}\nbegun = time.monotonic()", "check.own_gpipe(rows)",
+        f"{cells}{RIGHT}\nimport os\nrows_1 = rows_1 if os.getcwd() != '/' else ...", CHECK,
+    )  # fmt: skip
+    _, answer = make_submission.run_apart(path)
+    assert answer["said"].startswith("Right: ")
+
+
 def test_of_what_an_answer_prints_only_the_start_is_kept(tmp_path):
     source = f"for _ in range(200):\n    print('x' * 1000000)\n{RIGHT}"
     tracemalloc.start()

@@ -50,7 +50,7 @@ def answers_of(notebook):
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             asked = asks_for_a_guess(cell.source)
-        elif asked and cell.outputs and not tells_nothing(cell):
+        elif asked and cell.get("outputs") and not tells_nothing(cell):
             found.append(cell)
     return found
 

@@ -2,16 +2,34 @@
 
 import re
 
+from latex2mathml import exceptions
 from latex2mathml.converter import convert
 
 PART = r"\([^()\n]{1,12} [−+] [^()\n]{1,12}\)"  # as in (p − 1)
+# What latex2mathml raises for a text that is no whole formula; its own errors have no common class.
+NOT_WHOLE = (
+    *(each for each in vars(exceptions).values() if isinstance(each, type)),
+    LookupError, RecursionError, StopIteration, ValueError,
+)  # fmt: skip
 IN_A_LINE = rf"{PART}(?:/(?:{PART}|\(\S+\)|\w+))?|\b\w{{1,3}}(?: [−+·] \w{{1,3}}\b)+"
+
+
+class FormulaError(ValueError):
+    """A text between double dollars is no whole formula."""
 
 
 def with_formulas(markdown):
     """`markdown` with each formula as MathML, which browsers draw without a library.
 
     A formula within a line of text, such as p − 1 or (p − 1)/(m + p − 1), is not broken at its spaces.
+    Raises FormulaError for one that is not whole.
     """
     markdown = re.sub(IN_A_LINE, lambda m: m[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown)
-    return re.sub(r"\$\$(.+?)\$\$", lambda m: convert(m[1], display="block"), markdown, flags=re.S)
+    return re.sub(r"\$\$(.+?)\$\$", mathml_of, markdown, flags=re.S)
+
+
+def mathml_of(found):
+    try:
+        return convert(found[1], display="block")
+    except NOT_WHOLE:
+        raise FormulaError(f"the formula {found[0]} is not whole") from None

@@ -187,7 +187,7 @@ def body_of(source):
     """The statements of a cell; [] for a cell that is not Python, such as a shell command."""
     try:
         return ast.parse(source).body
-    except SyntaxError:
+    except (MemoryError, RecursionError, SyntaxError, ValueError):  # or it is too deep for Python
         return []
 
 

@@ -64,7 +64,7 @@ exec(compile(zlib.decompress(base64.b64decode(PACKED)), __file__, "exec"))
 '''
 # Variables with which git names a repository or a part of it.
 REPOSITORY = "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR"
-LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s\0]*)(?:#[^)]*)?\)"
+LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s\0\ud800-\udfff]*)(?:#[^)]*)?\)"
 # With the end of the line only if it also began the line: otherwise two lines would become one.
 COURSE_ONLY = r"^<!-- course only -->.*?<!-- end -->\n?|<!-- course only -->.*?<!-- end -->"
 
@@ -155,13 +155,13 @@ def check_is_copy(folder):
 
 
 def is_left_out(file):
-    if file.parts[0] == "tools" and file.name not in TOOLS:
+    if file.parts[:1] == ("tools",) and file.name not in TOOLS:
         return True
     return any(file.is_relative_to(each) for each in LEFT_OUT)
 
 
 def is_packed(file):
-    return file.parts[0] == "source_code" and "/".join(file.parts[1:]) in ANSWERS
+    return file.parts[:1] == ("source_code",) and "/".join(file.parts[1:]) in ANSWERS
 
 
 def packed(text):

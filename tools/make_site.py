@@ -26,9 +26,11 @@ import search_index
 import site_index
 import site_page
 from answers import answers_of, folded
-from exercises import notebook_of
+from exercises import OTHER_CONTENT, notebook_of
 from formulas import with_formulas
+from jinja2 import TemplateError
 from nbconvert import HTMLExporter
+from nbconvert.filters.markdown_mistune import InvalidNotebook
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
@@ -41,13 +43,18 @@ from schedule_map import draw_map  # noqa: E402
 from files.claims import LOCK, ClaimError, content_of, lock_folder, unlock_folder  # noqa: E402
 from files.inputs import InputError, read_text  # noqa: E402
 from files.outputs import new_file_beside, not_written  # noqa: E402
-from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
+from guard.one_sentence import in_one_sentence, naming_files, shortened  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 SITE = ROOT / "build" / "site"
 PAGES = (".md", ".ipynb")  # what becomes a page; other files are shown as they are
 PICTURES = (".svg", ".png")
 SETS_UP = r"(import|from) .*^warm_up\("  # the first cell of a lesson, without a picture
+# What formulas.py, nbconvert and the cells that show an explorer raise for content they cannot show.
+NOT_SHOWN = (
+    *OTHER_CONTENT, ArithmeticError, ImportError, InvalidNotebook, LookupError, RuntimeError,
+    SyntaxError, TemplateError, nbformat.ValidationError,
+)  # fmt: skip
 NOT_ATTEMPTED = "Not attempted yet"  # what a check says of a stub
 CHECKED_ELSEWHERE = (
     '<p class="panel">The check of this exercise runs in JupyterLab: <code>make lab</code>.</p>'
@@ -193,6 +200,7 @@ def read_course(root, lives, address="", site=None):
 def write_pages(site, course):
     # Cleaning is for notebooks of strangers; it changes nothing in the course's own, and takes seconds.
     exporter = HTMLExporter(template_name="basic", filters={"clean_html": lambda text: text})
+    bodies = bodies_of(exporter, course)
     sections = []
 
     def write(path, body):
@@ -213,7 +221,7 @@ def write_pages(site, course):
                 drawing = site_page.with_words_of_the_page(read_text(where))
                 where.write_text(drawing, encoding="utf-8")
         else:
-            body = with_links(body_of(file, exporter, course), file, course)
+            body = with_links(bodies[file], file, course)
             write(file, search_index.with_terms(body) if file == GLOSSARY else body)
     write(INDEX, with_links(index_page(exporter, course), INDEX, course))
     if course.lives:
@@ -232,6 +240,20 @@ def write_pages(site, course):
     index = search_index.as_script(sections)
     script = site / SCRIPTS / "search_index.js"
     script.write_text(index, encoding="utf-8", errors="backslashreplace")
+
+
+def bodies_of(exporter, course):
+    """{file: the HTML of its page}. A file that cannot be shown is named, and is no part of the course."""
+    bodies = {}
+    for file in [file for file in course.files if file.suffix not in PICTURES]:
+        try:
+            bodies[file] = body_of(file, exporter, course)
+        except NOT_SHOWN as error:
+            why = shortened(f"{type(error).__name__}: {error}".partition("\n")[0])
+            print(f"skipped: {file} cannot be shown ({why}); mend it")
+            course.files.remove(file)
+            course.titles.pop(file, None)
+    return bodies
 
 
 def slides_of(course):
@@ -258,7 +280,7 @@ def index_page(exporter, course):
 
 
 def puzzles_page(exporter, course):
-    notebook = nbformat.read(course.root / site_index.PUZZLE_LESSON, as_version=4)
+    notebook = notebook_of(course.root / site_index.PUZZLE_LESSON)
     cells = site_index.puzzles_of(notebook.cells)
     living = living_pages.bring_to_life(cells, site_index.PUZZLE_LESSON.stem, "")
     return html_of(cells, exporter, living)
@@ -341,7 +363,7 @@ def body_of(file, exporter, course):
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = with_formulas(cell.source)
-        else:
+        elif cell.cell_type == "code":
             is_answer = cell in answers  # before it changes
             prepare_code(cell)
             if is_answer:
@@ -419,11 +441,14 @@ def with_links(body, file, course):
         attribute, link = match[1], html.unescape(match[2])
         path, _, anchor = unquote(link).partition("#")
         anchor = f"#{anchor_of(anchor)}" if anchor else ""
-        if re.match(r"[a-z]+:", link) or not path:
+        if re.match(r"[a-z]+:", link, re.I) or not path:
             return f'{attribute}="{anchor or link}"'
         found = Path(os.path.normpath(file.parent / path))
         if found not in known:
-            raise SystemExit(f"{file}: the link to {link} leads to no page of the site")
+            raise SystemExit(
+                f"make_site.py: the link to {link} in {file} leads to no page of the site; correct it, or "
+                "mend the file that it names if that was skipped"
+            )
         return f'{attribute}="{relative(found, file, course)}{anchor}"'
 
     def link_to_file(match):

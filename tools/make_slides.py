@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from formulas import with_formulas
+from formulas import FormulaError, with_formulas
 from make_hosted import notebook_in
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +34,7 @@ from slide_layout import (  # noqa: E402
 )
 from slide_page import index_of, page_of  # noqa: E402
 
-from files.inputs import read_text  # noqa: E402
+from files.inputs import InputError, read_text  # noqa: E402
 from files.outputs import not_written, write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
@@ -86,9 +86,12 @@ def write_slides(chosen, lessons):
     SLIDES.mkdir(parents=True, exist_ok=True)
     for path in chosen:
         number = path.stem.split("_")[0]
-        slides = slides_of(cells_of(path), number)
+        try:
+            slides = slides_of(cells_of(path), number)
+            page = page_of(path.stem, texts_of(slides, plan_of(number)))
+        except FormulaError as error:
+            raise InputError(f"{path}: {error}") from None
         file = SLIDES / f"{path.stem}.html"
-        page = page_of(path.stem, texts_of(slides, plan_of(number)))
         write_whole(file, page)
         print(f"build/slides/{file.name}: {len(slides)} slides")
     made = [path for path in lessons if (SLIDES / f"{path.stem}.html").is_file()]
@@ -242,7 +245,7 @@ def question_for(number, exercise):
 def plan_of(number):
     """{title of a slide: (its first minute, what to do)} of a lesson."""
     begins, plan = 0, {}
-    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \|$", plan_text(number), re.MULTILINE)
+    rows = re.findall(r"^\| (\d{1,4}) \| (.*?) \| (.*?) \|$", plan_text(number), re.MULTILINE)
     for minutes, title, do in rows:
         plan[title] = begins, do
         begins += int(minutes)

@@ -10,12 +10,14 @@ as text.
 
 import argparse
 import ast
+import builtins
 import contextlib
 import io
 import json
 import linecache
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -218,15 +220,31 @@ def prepare(source, name, namespace, whole, folder):
         return
     try:
         statements = ast.parse(source).body
-    except (SyntaxError, ValueError, RecursionError):
+    except (MemoryError, RecursionError, SyntaxError, ValueError):
         statements = []  # a shell command, or an answer that the check will find missing
-    for statement in statements:
-        if whole or isinstance(statement, DEFINITIONS):
-            module = ast.Module([statement], [])
-            # An answer may end everything, as exit() does: that costs this answer only.
-            with contextlib.redirect_stdout(Printed()), contextlib.suppress(BaseException):
-                with endless_loops_ended(COMPUTING):
-                    exec(compile(module, name, "exec"), namespace)
+    with undone() if whole else contextlib.nullcontext():
+        for statement in statements:
+            if whole or isinstance(statement, DEFINITIONS):
+                module = ast.Module([statement], [])
+                # An answer may end everything, as exit() does: that costs this answer only.
+                with contextlib.redirect_stdout(Printed()), contextlib.suppress(BaseException):
+                    with endless_loops_ended(COMPUTING):
+                        exec(compile(module, name, "exec"), namespace)
+
+
+@contextlib.contextmanager
+def undone():
+    """A context for an answer, which may change what the checks of all answers share: undone at its end."""
+    folder, depth, alarm = os.getcwd(), sys.getrecursionlimit(), getattr(signal, "alarm", abs)
+    before = [(vars(module), {**vars(module)}) for module in (builtins, json, os, re, signal, sys)]
+    try:
+        yield
+    finally:
+        for now, then in before:
+            now.update(then)
+        alarm(0)  # Windows has none
+        sys.setrecursionlimit(depth)
+        os.chdir(folder)
 
 
 class Printed(io.StringIO):
@@ -241,7 +259,7 @@ def run_check(source, namespace):
     """The output of the check, or the exception that stopped it."""
     printed = Printed()
     try:
-        with contextlib.redirect_stdout(printed), endless_loops_ended(COMPUTING):
+        with contextlib.redirect_stdout(printed), endless_loops_ended(COMPUTING), undone():
             exec(compile(source, "<check>", "exec"), namespace)
     except BaseException as error:
         return f"Not yet: {type(error).__name__}: {error}"

@@ -29,10 +29,10 @@ PAGE = ROOT / "docs" / "lessons.md"
 WORDS, LINES, CELLS = 150, 15, 5  # per minute
 # No part may contain the beginning of another, or a text full of beginnings would take hours.
 NOT_READ = r"<!--(?:(?!<!--).)*?-->|!\[[^][]*\]\([^()]*\)|\$\$.*?\$\$|(?<=\])\([^()]*\)"
-EXERCISE = r"^\*\*\d+\. (.+?)\.?\*\*\s*\((\d+)( more)? minutes\)"
+EXERCISE = r"^\*\*\d+\. (.+?)\.?\*\*\s*\((\d{1,4})( more)? minutes\)"
 HEAD = (
-    r"\*\*Time:\*\* (\d+) minutes to read and run, and (\d+) minutes to write your part \(estimated\)\. "
-    r"(?:Further exercises take (\d+) minutes more\. )?"
+    r"\*\*Time:\*\* (\d{1,4}) minutes to read and run, and (\d{1,4}) minutes to write your part \(estimated\)\. "
+    r"(?:Further exercises take (\d{1,4}) minutes more\. )?"
 )
 ANY_HEAD = r"\*\*Time:\*\* [^*]*(?=\*\*Builds on:)"
 
@@ -101,10 +101,10 @@ def write(path, minutes):
 
 def with_totals(page):
     """The page with the minutes of its routes added up; a part (◐) counts its stated minutes."""
-    part = re.search(r"◐ is lesson .*?, (\d+) minutes", page)
+    part = re.search(r"◐ is lesson .*?, (\d{1,4}) minutes", page)
     if part is None:
         raise InputError(f"{PAGE} does not say how many minutes ◐ is")
-    lessons = re.findall(r"^\| \w+ \| \[.*?\| (\d+) \| .*((?:\| [●◐]? ?){3})\|$", page, re.M)
+    lessons = re.findall(r"^\| \w+ \| \[.*?\| (\d{1,4}) \| .*((?:\| [●◐]? ?){3})\|$", page, re.M)
     for column, route in enumerate(("90 minutes", "one day", "the course"), 1):
         spent = {"": lambda _: 0, "●": int, "◐": lambda _: int(part[1])}
         total = sum(spent[marks.split("|")[column].strip()](each) for each, marks in lessons)

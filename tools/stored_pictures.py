@@ -71,7 +71,10 @@ def drawings_without_png(path):
 
 def drawn_from(data):
     """The digest of the drawing from which the PNG of an output was made; None without a PNG."""
-    return image_of(data).text.get(DRAWN_FROM) if "image/png" in data else None
+    try:
+        return image_of(data).text.get(DRAWN_FROM) if "image/png" in data else None
+    except (AttributeError, OSError, ValueError):  # damaged, or no PNG
+        return None
 
 
 def image_of(data):

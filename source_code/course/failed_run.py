@@ -20,6 +20,7 @@ class RunFailed(RuntimeError):
 
 def readable_errors(errors):
     """The error messages of the ranks, without torch's warnings and torchrun's report."""
+    errors = list(errors)
     cut = [i for i, line in enumerate(errors) if re.match(r"[EW]\d{4} .*torch/distributed", line)]
     said = "".join(errors[: cut[0]] if cut else errors)
     said = re.sub(r"^\[rank\d+\]:\[W.*?(\n\n|\Z)", "", said, flags=re.MULTILINE | re.DOTALL)

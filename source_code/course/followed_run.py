@@ -6,12 +6,15 @@ import queue
 import signal
 import threading
 import time
+from collections import deque
 
 from course.failed_run import RunFailed, failed_rank, readable_errors
 
+MOST_LINES = 100_000  # of a stream that are kept, its last ones: a rank may print without end
+
 
 def follow(started, show, limit, send=None):
-    """Show what the ranks print until they end; return their standard output.
+    """Show what the ranks print until they end; return the last MOST_LINES of it.
 
     `started` is a WarmRanks or LaunchedRanks. The other arguments and the errors are those of
     `launch.run`.
@@ -19,7 +22,7 @@ def follow(started, show, limit, send=None):
     lines = queue.Queue()
     for name, stream in started.streams.items():
         threading.Thread(target=read_stream, args=(name, stream, lines), daemon=True).start()
-    output, errors = [], []
+    output, errors = deque(maxlen=MOST_LINES), deque(maxlen=MOST_LINES)
     open_streams = len(started.streams)
     deadline = time.monotonic() + limit
     failure = None

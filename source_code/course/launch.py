@@ -10,6 +10,7 @@ which CUDA is initialised), torchrun is used instead. The output is the same.
 No rank outlives its cell: an interrupt or a failure ends all ranks.
 """
 
+import argparse
 import multiprocessing
 import os
 import re
@@ -171,7 +172,10 @@ def _is_away():
 
 
 def _value_of(flag, flags):
-    return flags[flags.index(flag) + 1] if flag in flags[:-1] else None
+    """The value of a flag, which a space or = separates from it, as the script will read it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="value", nargs="?")
+    return parser.parse_known_args(flags)[0].value
 
 
 class LaunchedRanks:

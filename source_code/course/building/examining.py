@@ -10,12 +10,12 @@ import queue
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from course.building import ANY_RANK, MARK
 from course.failed_run import failed_rank, how_it_ended, readable_errors
-from course.followed_run import read_stream
+from course.followed_run import MOST_LINES, read_stream
 from course.launch import started_ranks
 
 START, LIMIT = 120, 30  # seconds: until the first event, and without any event after it
@@ -153,7 +153,7 @@ def examine(request, num_ranks, show=True):
 
 
 def _follow(started, observed, show):
-    lines, errors = queue.Queue(), []
+    lines, errors = queue.Queue(), deque(maxlen=MOST_LINES)
     for name, stream in started.streams.items():
         threading.Thread(target=read_stream, args=(name, stream, lines), daemon=True).start()
     deadline, last = time.monotonic() + START, None
