@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from codecs import BOM_UTF8
+from collections import Counter
 from pathlib import Path
 from shlex import quote
 
@@ -128,6 +129,12 @@ def files_of(names):
                     f"--data: {name} has no .txt and no .jsonl files; name a folder that has some"
                 )
         paths += found
+    named = Counter(map(os.path.realpath, paths))
+    if twice := next((path for path in paths if named[os.path.realpath(path)] > 1), None):
+        raise DataError(
+            f"--data: {twice} is named more than once, also by its folder or a link; name it once, or "
+            "the held-out part has documents of the training part"
+        )
     return paths
 
 

@@ -95,7 +95,9 @@ def test_a_checkpoint_of_another_training_is_refused_with_the_first_mismatch_and
 def test_a_flag_that_the_program_did_not_have_when_it_saved_is_one_that_was_not_given():
     saved = {"--seed": 0, "--packed": True}
     for value in (None, False, 0, 0.0):
-        assert checkpoint_folder.first_difference(saved, "step", saved | {"--new": value}) is None
+        assert (
+            checkpoint_arguments.first_difference(saved, "step", saved | {"--new": value}) is None
+        )
     for flag, value, words in [
         ("--new", True, "--new is given, and step was made with no --new;"),
         ("--new", 0.5, "--new is 0.5, and step was made with no --new; use the program that"),
@@ -103,18 +105,18 @@ def test_a_flag_that_the_program_did_not_have_when_it_saved_is_one_that_was_not_
         ("--seed", 1, "--seed is 1, and step was made with --seed 0;"),
         ("--seed", None, "--seed is not given, and step was made with --seed 0;"),
     ]:
-        assert checkpoint_folder.first_difference(saved, "step", saved | {flag: value}).startswith(
-            words
-        )
+        assert checkpoint_arguments.first_difference(
+            saved, "step", saved | {flag: value}
+        ).startswith(words)
 
 
 def test_a_flag_that_this_program_does_not_have_was_not_given_when_it_saved():
     """Else a training would go on in silence without it, after one wrong name of a program."""
     for value in (None, False, 0, 0.0):
         saved = {"--seed": 0, "--old": value}
-        assert checkpoint_folder.first_difference(saved, "step", {"--seed": 0}) is None
+        assert checkpoint_arguments.first_difference(saved, "step", {"--seed": 0}) is None
     for value, words in ((True, "with --old; use the program"), (0.9, "with --old 0.9; use the")):
-        sentence = checkpoint_folder.first_difference({"--old": value}, "step", {"--seed": 0})
+        sentence = checkpoint_arguments.first_difference({"--old": value}, "step", {"--seed": 0})
         assert sentence.startswith("--old is not given, and step was made ") and words in sentence
 
 

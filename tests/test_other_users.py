@@ -15,6 +15,7 @@ from cluster import LOCAL_CLUSTER, ROOT
 
 from course import launch, progress
 from course.failed_run import RunFailed
+from extensions.checkpointing import checkpoint_folder
 from extensions.pretraining import metrics
 from extensions.pretraining.metrics import open_in_place
 from extensions.real_models.saved_output import copy_beside
@@ -256,8 +257,10 @@ def test_no_link_that_others_make_in_a_claimed_folder_is_written_through(
 
 
 @needs_root
-@pytest.mark.parametrize("link", ["saved", "saved/run-0001"])
-def test_another_users_link_leads_no_training_to_checkpoints_elsewhere(everybodys, link):
+@pytest.mark.parametrize(
+    ("link", "theirs"), [("saved", False), ("saved/run-0001", False), ("saved/run-0001", True)]
+)
+def test_another_users_link_leads_no_training_to_checkpoints_elsewhere(everybodys, link, theirs):
     flags = "--layers 2 --dim 8 --heads 2 --kv-heads 1 --seq-len 8 --keep 1 --steps"
     train = "distributed_checkpointing.py --device cpu --save-every 1 --checkpoints"
     launch.run(f"{train} {everybodys}/own {flags} 1", 1, warm=True, show=False, limit=60)
@@ -265,9 +268,13 @@ def test_another_users_link_leads_no_training_to_checkpoints_elsewhere(everybody
     half.mkdir()
     before = sorted((everybodys / "own").rglob("*"))
     (everybodys / link).parent.mkdir(exist_ok=True)
-    (everybodys / link).parent.chmod(0o1777)
+    (everybodys / link).parent.chmod(0o755 if theirs else 0o1777)
     (everybodys / link).symlink_to(everybodys / "own" / link.partition("/")[2])
-    os.chown(everybodys / link, OTHER, OTHER, follow_symlinks=False)
+    for each in (everybodys / link, *[everybodys / "saved"] * theirs):
+        os.chown(each, OTHER, OTHER, follow_symlinks=False)
+    if link == "saved/run-0001":  # a link that comes while the training runs
+        with pytest.raises(PermissionError, match="a link of another user"):
+            checkpoint_folder.begin_writing(everybodys / "saved", "run-0001", 2)
     for steps in 1, 2:
         with pytest.raises(RunFailed) as refused:
             words = f"{train} {everybodys}/saved {flags} {steps}"

@@ -389,15 +389,26 @@ def test_gradients_of_many_micro_batches_add_up_in_float32():
     assert torch.allclose(dict(master.named_parameters())["head.weight"].grad, once, rtol=1e-5)
 
 
-def test_mfu_is_useful_work_over_possible_work():
-    class Alone:
-        device = torch.device("cpu")
+class Alone:
+    device = torch.device("cpu")
 
+
+def test_mfu_is_useful_work_over_possible_work():
     metrics = Metrics(Alone(), None, ModelConfig(), torch.float64, True, False, peak=1e9)
     assert metrics.utilisation(1e9 / flops_per_token(ModelConfig())) == pytest.approx(1.0)
 
 
 # What ends a training run early.
+
+
+def test_a_continued_log_begins_a_new_line_after_a_torn_one(tmp_path):
+    log = tmp_path / "log"
+    for content, wanted in (("{}\n{", "{}\n{\n{"), ("{}\n", "{}\n{"), ("", "{")):
+        log.write_text(content)
+        metrics = Metrics(Alone(), log, ModelConfig(), torch.float64, True, True, peak=1e9)
+        metrics.write(step=1)
+        metrics.claim.close()
+        assert log.read_text() == wanted + '"step": 1}\n'
 
 
 def test_told_to_stop_it_saves_leaves_with_75_and_continues(tmp_path):

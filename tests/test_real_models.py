@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -227,6 +228,43 @@ def test_every_kind_of_schedule_and_recomputation_has_the_losses_of_transformers
     assert [status for status, *_ in results] == [0] * ranks
     printed = "".join((tmp_path / f"printed {rank}").read_text() for rank in range(ranks))
     assert largest_difference(printed) <= 1e-12
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"pad_token_id": ord("e")}),  # its row of the embedding gets no gradient
+        ("qwen2", {"pad_token_id": ord("e")}),  # but a head of the same matrix has one
+        ("llama", {"pad_token_id": ord("e") - 256}),
+        ("llama", {"rope_scaling": LLAMA3, "original_max_position_embeddings": 16}),  # this counts
+    ],
+)
+def test_settings_that_are_seldom_given_mean_what_they_mean_in_transformers(
+    folders, tmp_path, family, changes
+):
+    folder = shutil.copytree(folders[family, 1], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    flags = "--dtype float64 --steps 3 --verify --optimizer sgd --learning-rate 0.3"
+    command = f"finetune.py {FLAGS} --model {folder} {flags}"
+    printed = run(command, 2, warm=True, show=False, limit=60).output
+    assert largest_difference(printed) <= 1e-12
+
+
+@pytest.mark.parametrize("changes", [{"rms_norm_eps": 0}, {"eos_token_id": "</s>"}])
+def test_what_transformers_cannot_build_is_rejected_before_the_training(folders, tmp_path, changes):
+    folder = shutil.copytree(folders["llama", 1], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(RunFailed, match="--verify: transformers cannot build") as refused:
+        run(f"finetune.py {FLAGS} --model {folder} --verify", 1, warm=True, show=False, limit=60)
+    assert "Traceback" not in str(refused.value) and "step 0" not in str(refused.value)
 
 
 def count_twice(rank, flags, folder, what):

@@ -214,8 +214,9 @@ def test_a_folder_of_save_to_disk_is_read_by_its_own_function(form, tmp_path, mo
         assert "has the parts test, dev and no train" in f"{status} {said}"
 
 
-def test_data_that_is_named_twice_is_all_read_and_a_folder_may_have_a_space(make):
-    words = ["--data", DEFAULT_TEXT] * 2
+def test_data_that_is_named_twice_is_all_read_and_a_folder_may_have_a_space(make, tmp_path):
+    (tmp_path / "copy.txt").write_bytes(DEFAULT_TEXT.read_bytes())
+    words = ["--data", DEFAULT_TEXT, "--data", tmp_path / "copy.txt"]
     status, said, folder = make(*words, out="two words")
     once = make("--data", DEFAULT_TEXT)[1]
     documents, twice = (int(text.split(" documents")[0]) for text in (once, said))
@@ -351,6 +352,16 @@ def test_a_flipped_byte_is_found_by_check(make, monkeypatch, capsys):
         check_folder(folder)
     status, said = prepare(monkeypatch, capsys, ["--check", folder])
     assert status == 2 and "held_out" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("more", ["a.txt", "texts/../a.txt", "texts"])
+def test_a_text_that_is_named_twice_would_be_held_out_and_trained_with(make, tmp_path, more):
+    (tmp_path / "a.txt").write_text(DEFAULT_TEXT.read_text())
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "b.txt").symlink_to("../a.txt")
+    status, said, folder = make("--data", tmp_path / "a.txt", tmp_path / more)
+    assert status == 2 and said.startswith("--data: ") and "more than once" in said
+    assert not folder.exists()
 
 
 def test_another_tokenizer_in_the_folder_is_found_by_check(make, monkeypatch, capsys):

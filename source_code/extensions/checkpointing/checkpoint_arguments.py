@@ -14,7 +14,6 @@ from extensions.checkpointing.checkpoint_folder import (
     WRITING,
     CheckpointError,
     find_checkpoint,
-    first_difference,
     name_of_step,
     run_to_write,
     write_line,
@@ -66,6 +65,30 @@ def check_checkpoint_arguments(arguments, further):
         saved = {**arguments.configuration, **saved}
     if where and (sentence := first_difference(saved, where, arguments.configuration)):
         raise SystemExit(sentence)
+
+
+def first_difference(saved, where, configuration):
+    """Return a sentence about the first flag that differs from the run in `where`, or None.
+
+    `saved` and `configuration` are {flag: value}. A flag that one of them lacks, because the program
+    that saved or this one has no such flag, counts as not given: None, False or 0.
+    """
+    for flag, value in {**dict.fromkeys(saved), **configuration}.items():
+        both, before = flag in saved and flag in configuration, saved.get(flag)
+        if before != value if both else before or value:
+            is_now = f"is {value}" if with_value(value) else "is given" if value else "is not given"
+            was = f"{flag} {before}" if with_value(before) else flag if before else f"no {flag}"
+            use = "use that" if both else "use the program that made it"
+            return (
+                f"{flag} {is_now}, and {where} was made with {was}; {use}, or another "
+                "--checkpoints folder, or begin anew with --fresh"
+            )
+    return None
+
+
+def with_value(value):
+    """Return whether the flag is one with a value, and was given."""
+    return value is not None and not isinstance(value, bool)
 
 
 def check_combinations(arguments):

@@ -78,7 +78,7 @@ def name_of_step(step):
 
 def steps_of(folder, run):
     """Return the steps that have a checkpoint in this run, ascending."""
-    names = entries_of(Path(folder) / run)
+    names = entries_of(folder, run)
     return sorted(int(name[5:]) for name in names if re.fullmatch(STEP, name))
 
 
@@ -88,17 +88,29 @@ def runs_of(folder):
     return sorted(names, key=lambda name: int(name[4:]))
 
 
-def entries_of(folder):
-    """Return the names in a folder; none if the folder does not exist."""
+def entries_of(folder, run=""):
+    """Return the names in a folder, or in the folder of a run; none if it does not exist."""
     try:
-        place_of(Path(folder) / "any")  # another user's link could lead to checkpoints elsewhere
-        return os.listdir(folder)
+        reject_foreign_link(folder, run)
+        return os.listdir(Path(folder) / run)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"--checkpoints {folder} cannot be read ({error.strerror}); name a folder of yours"
+            f"--checkpoints {Path(folder) / run} cannot be read ({error.strerror}); name a folder of "
+            "yours"
         ) from None
+
+
+def reject_foreign_link(folder, run):
+    """Raise OSError if a link of another user leads to checkpoints elsewhere.
+
+    Of the folder of a run that holds even where that user owns the folder above it.
+    """
+    place = Path(folder) / run
+    place_of(place / "any")
+    if run and os.path.islink(place) and os.lstat(place).st_uid != os.geteuid():
+        raise OSError(errno.EACCES, "it is a link of another user", str(place))
 
 
 def current_run(folder):
@@ -234,30 +246,6 @@ def damage(checkpoint, file, what):
     )
 
 
-def first_difference(saved, where, configuration):
-    """Return a sentence about the first flag that differs from the run in `where`, or None.
-
-    `saved` and `configuration` are {flag: value}. A flag that one of them lacks, because the program
-    that saved or this one has no such flag, counts as not given: None, False or 0.
-    """
-    for flag, value in {**dict.fromkeys(saved), **configuration}.items():
-        both, before = flag in saved and flag in configuration, saved.get(flag)
-        if before != value if both else before or value:
-            is_now = f"is {value}" if with_value(value) else "is given" if value else "is not given"
-            was = f"{flag} {before}" if with_value(before) else flag if before else f"no {flag}"
-            use = "use that" if both else "use the program that made it"
-            return (
-                f"{flag} {is_now}, and {where} was made with {was}; {use}, or another "
-                "--checkpoints folder, or begin anew with --fresh"
-            )
-    return None
-
-
-def with_value(value):
-    """Return whether the flag is one with a value, and was given."""
-    return value is not None and not isinstance(value, bool)
-
-
 # Writing. Only rank 0 does it, except for the files of torch.distributed.checkpoint.
 
 
@@ -272,7 +260,8 @@ def run_to_write(folder, continued, is_newest):
 def begin_writing(folder, run, step):
     """Make the temporary folder of a checkpoint; returns its path."""
     temporary = Path(folder) / run / f"{WRITING}{name_of_step(step)}-{secrets.token_hex(2)}"
-    place_of(temporary).mkdir(parents=True)
+    reject_foreign_link(folder, run)
+    temporary.mkdir(parents=True)
     # A new folder's entry is on disk only once its parent folder is synced.
     for made in (temporary.parent, temporary.parent.parent, temporary.parent.parent.parent):
         sync_folder(made)
@@ -338,7 +327,7 @@ def remove_leftovers(folder):
         if re.fullmatch(r"stopped|\.(latest|stopped)\.[0-9a-f]{8}", name):  # see `replace_file`
             (Path(folder) / name).unlink(missing_ok=True)
     for run in runs_of(folder):
-        for name in entries_of(Path(folder) / run):
+        for name in entries_of(folder, run):
             path = Path(folder) / run / name
             if name.startswith((WRITING, DELETING)) and os.path.isdir(path):
                 shutil.rmtree(path, ignore_errors=True)

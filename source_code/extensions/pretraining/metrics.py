@@ -35,6 +35,18 @@ def open_for_one(path):
     return claim
 
 
+def is_torn(path):
+    """Return whether the last line of a file has no end, as after a full disk."""
+    try:
+        if not os.path.isfile(path) or not os.path.getsize(path):
+            return False
+        with open(path, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"
+    except OSError:  # reported when the first line cannot be written
+        return False
+
+
 def open_in_place(path, mode):
     """Open a text file at its `place_of`; reject a link that others may have put there since."""
 
@@ -61,6 +73,8 @@ class Metrics:
         self.claim = self.file and open_for_one(self.file)
         if not continues:
             self.append("w", "")
+        elif self.file and is_torn(self.file):
+            self.append("a", "\n")
 
     def start_step(self):
         self.started = time.perf_counter()

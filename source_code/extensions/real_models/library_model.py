@@ -3,20 +3,34 @@
 
 import os
 
+import torch
 from torch import nn
 
 
 def check_library(arguments):
-    """Reject --verify if transformers, which only --verify needs, is not installed."""
+    """Reject --verify if transformers is not installed, or cannot build the model in --model."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads both at its import
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     if not arguments.verify:
         return
     try:
-        import transformers  # noqa: F401
+        import transformers
+        from huggingface_hub.errors import StrictDataclassError
     except ImportError:
         raise SystemExit(
             "--verify needs the package transformers; install it, or leave --verify out"
+        ) from None
+    folder = arguments.model_folder
+    wrong = AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            transformers.AutoModelForCausalLM.from_config(config)
+    except (*wrong, StrictDataclassError) as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise SystemExit(
+            f"--verify: transformers cannot build the model in {folder} ({why}); take config.json from "
+            "the folder of the published model again, or leave --verify out"
         ) from None
 
 

@@ -79,7 +79,7 @@ def save_model(job, flag, folder, config, parts, settings, beside=None):
     if wrong := not_finite(job, own):
         not_written.append(flag)
         if job.rank == 0:
-            reason = f"{wrong} has values that are not numbers, so the training has diverged"
+            reason = f"{wrong} is not finite: the training diverged, or needs a wider --dtype"
             print(f"{flag} {folder}: nothing is saved, since {reason}", file=sys.stderr, flush=True)
         return False
     try:

@@ -51,6 +51,7 @@ class SavedSettings(ModelConfig):
     head_norms: bool = False  # of the queries and keys of each head
     tied: bool = False  # embedding and head are one matrix
     longest: int = 2048  # positions
+    padding: int = -1  # the token whose row of the embedding is not trained; -1: every row is
     norms_in_float32: ClassVar[bool] = True  # for every dtype, as transformers computes them
 
     def further(self):
@@ -67,14 +68,17 @@ def with_settings(config, kept):
     for values of another kind, as a damaged checkpoint has them.
     """
     kinds = {name: type(value) for name, value in SavedSettings().further().items()}
-    further = {name: kept.get(name) for name in kinds} if isinstance(kept, dict) else {}
+    kept = {"padding": -1, **kept} if isinstance(kept, dict) else {}  # an older one has no padding
+    further = {name: kept.get(name) for name in kinds}
     if {name: type(value) for name, value in further.items()} != kinds:
         raise ValueError("a setting is missing or of another kind")
     rotary = further["rotary"]
+    padding = further.pop("padding")
     numbers = [n for n in (*further.values(), *rotary.values()) if isinstance(n, (int, float))]
-    if not all(0 <= number < 2**31 for number in numbers):
+    if not (all(0 <= n < 2**31 for n in numbers) and -1 <= padding < config.vocabulary):
         raise ValueError("a setting is out of range")
-    settings = SavedSettings(**{**vars(config), **further, "rotary": tuple(rotary.items())})
+    further |= {"padding": padding, "rotary": tuple(rotary.items())}
+    settings = SavedSettings(**{**vars(config), **further})
     try:
         lay_out(settings, 0, 1)
         frequencies(settings)
@@ -139,6 +143,10 @@ class SavedPart(ModelPart):
     def __init__(self, settings, first, last):
         super().__init__(settings, first, last)
         self.layers = nn.ModuleDict({str(i): SavedLayer(settings) for i in range(first, last)})
+        if self.is_first and settings.padding >= 0:
+            self.embedding.padding_idx = (
+                settings.padding
+            )  # its row gets no gradient, as in transformers
         if self.is_last:
             self.norm = NormInFloat32(settings.dim, settings.epsilon)
 

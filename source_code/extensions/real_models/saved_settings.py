@@ -76,6 +76,22 @@ def check_family(path, saved):
             "attention has none; for sequences no longer than that, set it to null in a copy of the "
             "folder"
         )
+    layers = saved.get("layer_types") or []
+    other = (
+        [each for each in layers if each != "full_attention"]
+        if isinstance(layers, list)
+        else layers
+    )
+    if other:
+        raise InputError(
+            f"{path}: layer_types has {shown(other)}, and each layer of the course has "
+            f"full_attention; {WHOLE}"
+        )
+    if saved.get("is_causal", True) is not True:
+        raise InputError(
+            f"{path}: is_causal is {shown(saved['is_causal'])}, and each position of the course's "
+            f"attention sees those before it alone; {WHOLE}"
+        )
     dropout = saved.get("attention_dropout") or 0.0
     if dropout != 0:
         raise InputError(
@@ -116,6 +132,11 @@ def settings_from(path, saved, seq_len):
         raise InputError(
             f"{path}: rms_norm_eps is {shown(epsilon)}, and not between 0 and 1; {MENDED}"
         )
+    padding, vocabulary = saved.get("pad_token_id"), sizes["vocabulary"]
+    if padding is not None and not (type(padding) is int and -vocabulary <= padding < vocabulary):
+        raise InputError(
+            f"{path}: pad_token_id is {shown(padding)}, and the model has {vocabulary} tokens; {MENDED}"
+        )
     attention_bias = biases["attention_bias"] and family in ("llama", "qwen3")
     return SavedSettings(
         **sizes,
@@ -128,6 +149,7 @@ def settings_from(path, saved, seq_len):
         feed_forward_bias=biases["mlp_bias"] and family == "llama",
         head_norms=family == "qwen3",
         tied=tied,
+        padding=-1 if padding is None else padding % vocabulary,
     )
 
 
@@ -194,8 +216,9 @@ def rotary_in(path, saved):
     pairs = [("type", kind)]
     for name in ("rope_theta", *ROTARY_TYPES[kind]):
         value = said.get(name)
-        if name == "original_max_position_embeddings" and value is None:
-            value = saved.get(name, saved.get("max_position_embeddings"))
+        if name == "original_max_position_embeddings":  # in this order, as in transformers
+            places = saved.get(name), value, saved.get("max_position_embeddings")
+            value = next((each for each in places if each is not None), None)
         if not is_number(value, 1e-6):
             raise InputError(f"{path}: {name} of the rotary embedding is {shown(value)}; {MENDED}")
         pairs.append((name, float(value)))  # torch takes no integer beyond 64 bits
