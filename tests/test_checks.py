@@ -1142,6 +1142,10 @@ def whoever_is_in_no_pair(waits):
             partial(end_of_a_short_chain, hops=12),
             "12: 11, 13: None}: you say 'deadlock', but rank 13",
         ),
+        (
+            partial(end_of_a_short_chain, hops=100),
+            "120 ranks, each of which waits for the next: you say 'deadlock', but rank 119",
+        ),
         (lambda waits: 9, "neither a rank nor"),
         (lambda waits: [2], "neither a rank nor"),
         (whoever_waits_for_nobody, "not all others wait for it"),
