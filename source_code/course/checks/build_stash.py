@@ -2,10 +2,9 @@
 """The check of the stash of lesson 04: PipeDream's loop, run on real ranks, version by version."""
 
 from course.building.examining import examine
-from course.checks.answer import checked
+from course.checks.answer import checked, first_complaint
 from course.checks.build_text import request_of
 from course.checks.build_words import EXACT, Words
-from course.checks.reader_on_ranks import first_complaint
 from pipeline.schedules import pipedream
 
 PROGRAM = "course.checks.build_stash_on_ranks.main"

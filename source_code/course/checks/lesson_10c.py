@@ -4,9 +4,16 @@
 import math
 from itertools import product
 
-from course.checks.answer import call, checked, close, drawn, whole_numbers_in
+from course.checks.answer import (
+    call,
+    checked,
+    close,
+    drawn,
+    first_complaint,
+    whole_numbers_in,
+)
 from course.checks.build_text import request_of
-from course.checks.reader_on_ranks import first_complaint, perform
+from course.checks.reader_on_ranks import perform
 
 MOST_CALLS = 3
 PROGRAM = "course.checks.lesson_10c_on_ranks.main"

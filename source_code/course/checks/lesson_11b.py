@@ -3,9 +3,9 @@
 
 from itertools import accumulate
 
-from course.checks.answer import call_for_number, checked, many
+from course.checks.answer import call_for_number, checked, first_complaint, many
 from course.checks.build_text import request_of
-from course.checks.reader_on_ranks import first_complaint, perform
+from course.checks.reader_on_ranks import perform
 from extensions.inference.passes import plan_passes, schedule_of
 from extensions.inference.requests import Request
 from lab.simulator import Costs, simulate

@@ -19,21 +19,6 @@ def perform(request, num_ranks):
     return [rank.reports[-1] for rank in observed.ranks]
 
 
-def first_complaint(judge, cases):
-    """The first complaint of `judge(case)` behind the words for its case, or None.
-
-    `cases` is {words: case}; a case is asked only after those before it have passed.
-    """
-    for words, case in cases.items():
-        try:
-            complaint = judge(case)
-        except WrongAnswer as error:
-            complaint = str(error)
-        if complaint:
-            return f"{words}{complaint}"
-    return None
-
-
 @contextmanager
 def as_on_a_rank():
     """A context in which torch has one thread and makes float32, whatever a cell has set.
