@@ -12,6 +12,7 @@ RUNS = {  # ranks, mini-batches, learning rate
     "": (4, 8, 0.5),
     "on 4 ranks, 2 mini-batches, a rate of 0.5: ": (4, 2, 0.5),
     "on 2 ranks, 10 mini-batches, a rate of 0.3: ": (2, 10, 0.3),
+    "on 3 ranks, 5 mini-batches, a rate of 0.4: ": (3, 5, 0.4),
 }
 
 
