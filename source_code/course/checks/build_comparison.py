@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of a comparison with one process, on three real ranks (lesson 08b)."""
+"""The check of a comparison with one process, on real ranks (lesson 08b)."""
 
 import math
 

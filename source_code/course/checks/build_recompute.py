@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of a backward that recomputes, on three real ranks (lesson 06)."""
+"""The check of a backward that recomputes, on real ranks (lesson 06)."""
 
 from course.checks.answer import checked, first_complaint
 from course.checks.build_text import request_of

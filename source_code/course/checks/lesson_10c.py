@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of lesson 10c: the loss of a split vocabulary on three real ranks, and a cut by cost."""
+"""Checks of lesson 10c: the loss of a split vocabulary on real ranks, and a cut by cost."""
 
 import math
 from itertools import product
