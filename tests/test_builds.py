@@ -235,6 +235,16 @@ WRONG = {
             "and that on rank 3 is right: look at what rank 3 sends back",
         ),
         ([("        output.backward(gradient)\n", "")], "has a .grad after the backward"),
+        ([("output.detach()", "output.detach_()")], "an output that detach_() has cut itself"),
+        (
+            [("torch.empty(*tokens.shape, DIM", "torch.empty(dist.get_world_size(), 8, DIM")],
+            "on 3 ranks: rank 0 sends (4, 8, 16) in float64",
+        ),
+        (
+            [("last = dist.get_rank(), dist.get_world_size() - 1",
+              "last = dist.get_rank(), 3 if dist.get_world_size() == 4 else 1")],
+            "on 3 ranks: line ",
+        ),
     ],
     "gpipe_step": [
         ([(" / len(inputs)", "")], "5 times too large: each micro-batch counts as a whole batch"),
@@ -291,6 +301,11 @@ WRONG = {
             [("return sum(shares) if stage.following is None else None", "return sum(shares)")],
             "forward returns a share of the loss on the last stage, and None elsewhere",
         ),
+        ([("torch.empty(*inputs[k].shape, DIM", "torch.empty(2, 8, DIM")], "rank 0 sends (3, 8, 16)"),
+        (
+            [(" / len(inputs)", " / (5 if len(inputs) == 5 else 2)")],
+            "on 3 ranks: with 8 micro-batches every gradient on rank 2 is 4 times the right one",
+        ),
     ],
     "one_f_one_b_step": [
         (
@@ -316,6 +331,14 @@ WRONG = {
         (
             [("return sum(shares)", "return 2 * sum(shares)")],
             "2 times that of the batch",
+        ),
+        (
+            [("    warm_up =", "    inputs = inputs[: len(inputs) // 2 * 2]\n    warm_up =")],
+            "on 3 ranks: the gradient of micro-batch 6 is missing on rank 2",
+        ),
+        (
+            [("get_world_size() - 1", "get_world_size() // 2 * 2 - 1")],
+            "on 3 ranks: line 9 of one_f_one_b_step",
         ),
     ],
     "interleaved_step": [
@@ -345,6 +368,15 @@ WRONG = {
             [("p, v, m = dist.get_world_size()", "p, v, m = 4")],
             "on numbers that no micro-batch has there; rank 0 took 0F2 where the schedule has 2F0",
         ),
+        (
+            [("    p, v, m = dist.get_world_size(), len(stages), len(inputs)",
+              "    p, m = dist.get_world_size(), len(inputs)\n    v = 2 if p == 4 else 3")],
+            "on 3 ranks with 2 chunks each: line ",
+        ),
+        (
+            [("len(stages), len(inputs)", "len(stages), len(inputs) // 4 * 4")],
+            "on 3 ranks with 2 chunks each: line 16 of interleaved_step",
+        ),
     ],
     "zb_h1_step": [
         ([("if len(later) > rank:", "if later:")], "rank 1 takes 1W0 as its action 4"),
@@ -372,6 +404,14 @@ WRONG = {
             "rank 1 takes 1W5 once more than the schedule",
         ),
         ([("return sum(shares)", "return sum(shares) / 2")], "0.5 times that of the batch"),
+        (
+            [("    held, sends", "    inputs = inputs[: len(inputs) // 2 * 2]\n    held, sends")],
+            "on 3 ranks: the gradient of micro-batch 6 is missing on rank 2",
+        ),
+        (
+            [("len(later) > rank:", "len(later) > min(rank, dist.get_world_size() // 2 * 2 - 1):")],
+            "on 3 ranks: the losses agree, but rank 2 takes 2W0 as its action 4",
+        ),
     ],
     "pipedream_run": [
         ([("stash.pop(k)", "newest")], "with other weights than its forward had, at line 11"),
@@ -427,6 +467,10 @@ WRONG = {
         ),
         ([("weight - rate", "weight + rate")], "-1 times that of the rule: is it `rate` times the gradient, and subtracted?"),
         ([(".detach().requires_grad_()", ".detach()")], "call requires_grad_() on a new tensor"),
+        (
+            [("get_world_size() - 1", "get_world_size() // 2 * 2 - 1")],
+            "on 3 ranks, 5 mini-batches, a rate of 0.4: line ",
+        ),
     ],
 }  # fmt: skip
 

@@ -188,6 +188,9 @@ WRONG = {
         ([("output.backward(gradient)",
            "(output * (1 if gradient is None else gradient)).sum().backward()")],
          "bytes, and the forward alone"),
+        ([("backward(gradient)", "backward(None if gradient is None else gradient.view(2, 8, 16))")],
+         "on 2 ranks, line 6 of backward"),
+        ([("held.pop(k)", "held.pop(k % 4)")], "on 2 ranks, line 2 of backward"),
     ],
     "training_program": [
         ([("    optimizer.zero_grad()\n", "")], "on 4 ranks the gradients of the step before are"),
@@ -317,6 +320,8 @@ WRONG = {
            "    both = torch.stack")], "rank 1 gives () in int64: the size and the type have to be the same"),
         ([("(both[0] / both[1]).item()", "(both[0] / both[1]).nan_to_num(posinf=torch.nan).item()")],
          "rank 0 returns nan, and `difference > 1e-9` is False"),
+        ([("    dist.all_reduce(both, dist.ReduceOp.MAX)", "    every = [torch.empty_like(both) for _ in range(3)]"
+           "\n    dist.all_gather(every, both)\n    both = torch.stack(every).amax(0)")], "on 2 ranks, "),
     ],
     "save_and_restore": [
         ([('folder / f"writing-{step:04}", folder / f"step-{step:04}"',

@@ -177,6 +177,11 @@ def test_a_wrong_fraction_is_explained_as_any_number_is(capsys):
         (lambda n, w, d: w + n * d, "the washer is the slower machine here"),
         (lambda n, w, d: n * max(w, d), "the filling is missing"),
         (lambda n, w, d: w + d + n * max(w, d), "one turn too many"),
+        (lambda n, w, d: w + d + (n - 2) * max(w, d), "you say 190 minutes, one turn too few"),
+        (
+            lambda n, w, d: n * min(w, d) + max(w, d),
+            "you say 190 minutes, and playing it load by load gives 230",
+        ),
         (lambda n, w, d: int(n * max(w, d) + min(w, d)), "you say 79 minutes, and playing it"),
         (lambda n, w, d: w + int(d) + (n - 1) * max(w, int(d)), "1 load, washer 12, dryer 22.5"),
         (
@@ -374,6 +379,16 @@ def through_the_cut_for_the_first(first, second, tokens, targets):
     return received
 
 
+def through_the_cut_past_the_call(first, second, tokens, targets):
+    output = first(tokens)
+    output.retain_grad()
+    token_loss(type(second).forward(second, output), targets).backward()
+    received = output.detach().requires_grad_()
+    second(received)
+    received.grad = output.grad
+    return received
+
+
 def misspelt_and_without_requires_grad(first, second, tokens, targets):
     output = first(tokens)
     received = output.detach()
@@ -498,6 +513,7 @@ def without_backward(first, second, tokens, targets):
         (cutting_the_output_itself, "detach_() cuts the output itself"),
         (forgetting_at_the_end, "at the end: has zero_grad() removed them?"),
         (through_the_cut_for_the_first, "detach() what is sent"),
+        (through_the_cut_past_the_call, "detach() what is sent"),
         (misspelt_and_without_requires_grad, "raised NameError: name 'gradent' is not defined"),
         (without_the_second_stage, "the second stage was not called"),
         (returning_what_was_sent, "the very tensor that the second stage was called with"),
@@ -1141,6 +1157,10 @@ def whoever_is_in_no_pair(waits):
         (
             partial(end_of_a_short_chain, hops=12),
             "12: 11, 13: None}: you say 'deadlock', but rank 13",
+        ),
+        (
+            partial(end_of_a_short_chain, hops=100),
+            "120 ranks, each of which waits for the next: you say 'deadlock', but rank 119",
         ),
         (lambda waits: 9, "neither a rank nor"),
         (lambda waits: [2], "neither a rank nor"),

@@ -318,8 +318,19 @@ def side_by_side(gradient, inputs, weight, deferred):
 
 def apart(deferred):
     weight, both = deferred.pop()
-    gradient, inputs = both.flatten(0, 1).split([4, 3], -1)
+    gradient, inputs = both.flatten(0, 1).split([*weight.shape], -1)
     weight.grad += gradient.T @ inputs
+
+
+def of_one_width(deferred):
+    weight, inputs, gradient = deferred.pop()
+    weight.grad += gradient.reshape(-1, 4).T @ inputs.reshape(-1, 3)
+
+
+def of_three_columns(deferred):
+    weight, inputs, gradient = deferred.pop()
+    for column in range(3):
+        weight.grad[:, column] += torch.einsum("blo,bl->o", gradient, inputs[..., column])
 
 
 def doubling_g(gradient, inputs, weight, deferred):
@@ -423,6 +434,14 @@ def into_the_first_weight():
             "a tensor; yours returns a tuple",
         ),
         ((input_half, lambda deferred: None), "adds nothing to weight.grad"),
+        (
+            (input_half, of_one_width),
+            "with 5 numbers in x and 2 in g: weight_half raised RuntimeError",
+        ),
+        (
+            (input_half, of_three_columns),
+            "with 5 numbers in x and 2 in g: that is not the gradient of A",
+        ),
         ((input_half, weight_half), "Right: "),
         ((input_half, one_entry), "Right: "),
         ((storing_the_place, adding_at_the_place), "Right: "),

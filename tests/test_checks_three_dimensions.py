@@ -166,6 +166,10 @@ def the_other_way_round(all_reduce):
     return ends(all_reduce)[::-1]  # noqa: F821
 
 
+def of_one_shape(all_reduce):
+    return ends(all_reduce, leave=[lambda x: all_reduce(x.view(6, 8)).view(2, 3, 8), same])  # noqa: F821
+
+
 def not_a_pair(all_reduce):
     return all_reduce
 
@@ -232,6 +236,7 @@ def with_helpers(monkeypatch):
         (no_apply, ["what enters the layer is not a tensor", "Enter.apply"]),
         (all_reduce_alone, ["no gradient leads back from what leaves the layer"]),
         (no_gradient, ["layer's input is missing", "return a tensor"]),
+        (of_one_shape, ["on 3 ranks, with other sizes, line", "shape '[6, 8]' is invalid"]),
         (not_a_pair, ["return a pair"]),
         (the_other_way_round, ["output is 2 times", "the sum is at the layer's entrance"]),
     ],

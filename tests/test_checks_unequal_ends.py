@@ -12,6 +12,7 @@ from further import SEEDS
 
 from course.checks import lesson_10c as check
 from course.checks import lesson_10c_on_ranks as on_ranks
+from pipeline.model import cut_evenly
 
 
 def right(scores, targets, first, all_reduce):
@@ -244,6 +245,18 @@ WRONG = {
         changed(", gradient / len(targets)", ", scores.grad"),
         ["return a pair: the mean loss, and the gradient"],
     ),
+    "six positions": (
+        changed("gradient / len(targets)", "gradient / 6"),
+        ["on 2 ranks, with 5 positions and 37 tokens", "0.8333 times", "a mean of 5"],
+    ),
+    "room for six positions": (
+        changed("rows = torch.arange(len(targets))", "rows = torch.arange(6)"),
+        ["on 2 ranks, with 5 positions and 37 tokens: line", "raised IndexError"],
+    ),
+    "17 columns": (
+        changed("first + scores.shape[1])", "first + 17)"),
+        ["on 2 ranks, with 5 positions", "the loss"],
+    ),
     "an error": (changed("targets - first", "targets - nothing"), ["raised NameError"]),
 }
 
@@ -292,9 +305,10 @@ def test_the_solution_is_right_and_the_stub_not_attempted(capsys):
 
 def test_no_two_causes_give_the_same_loss():
     whole, targets = on_ranks.draw_scores(), torch.tensor(on_ranks.TARGETS)
-    slips = on_ranks.losses_of_slips(whole, targets)
+    cut = cut_evenly(on_ranks.VOCABULARIES[3], 3)
+    slips = on_ranks.losses_of_slips(whole, targets, cut)
     assert list(slips) == list(check.SLIPS)
-    right = on_ranks.losses_that_might_be(whole, targets, 0, 17)["right"]
+    right = on_ranks.losses_that_might_be(whole, targets, cut, 0)["right"]
     causes = [{round(loss, 9) for loss in losses} for losses in ([right], *slips.values())]
     assert sum(map(len, causes)) == len(set.union(*causes))
 

@@ -96,6 +96,21 @@ class WrongAnswer(Exception):
     """An answer that cannot be examined further; the text says why."""
 
 
+def first_complaint(judge, cases):
+    """The first complaint of `judge(case)` behind the words for its case, or None.
+
+    `cases` is {words: case}; a case is asked only after those before it have passed.
+    """
+    for words, case in cases.items():
+        try:
+            complaint = judge(case)
+        except WrongAnswer as error:
+            complaint = str(error)
+        if complaint:
+            return f"{words}{complaint}"
+    return None
+
+
 def call(function, *arguments):
     """The result of the learner's function; that of a generator is a list.
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of a comparison with one process, on three real ranks (lesson 08b)."""
+"""The check of a comparison with one process, on real ranks (lesson 08b)."""
 
 import math
 
-from course.checks.answer import checked
+from course.checks.answer import checked, first_complaint
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 
 PROGRAM = "course.checks.build_comparison_on_ranks.main"
 EXACT = 1e-12
+RANKS = {"": 3, "on 2 ranks, ": 2}
 
 
 @checked("it finds each of the five mistakes from every rank, and none where there is none.")
@@ -17,7 +18,12 @@ def comparison(difference):
 
     It returns the largest difference of the whole model, divided by its largest right gradient.
     """
-    reports = perform(request_of(difference, program=PROGRAM), 3)
+    request = request_of(difference, program=PROGRAM)
+    return first_complaint(lambda ranks: complaint_of(perform(request, ranks)), RANKS)
+
+
+def complaint_of(reports):
+    """The first wrong answer in what the ranks have reported, or None."""
     for cases in zip(*reports):  # one case, as each rank reports it
         if complaint := wrong_answer(*cases):
             return f"{cases[0][0]}: {complaint}"

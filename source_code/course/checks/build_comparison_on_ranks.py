@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a reader's comparison of gradients on three ranks; build_comparison.py reads the report.
+"""Runs a reader's comparison of gradients on this rank; build_comparison.py reads the report.
 
 For each case of WRONG, the ranks take a step with torch.distributed.pipelining on another batch, and
 each also computes the gradients of one process. The reader's function then compares the two, with
@@ -15,7 +15,7 @@ from course.building.messages import tell
 from course.checks.answer import number_in
 from small.pipeline import batch, build_stage, loss_of
 
-RANKS, MICROBATCHES = 3, 4
+MICROBATCHES = 4
 WRONG = {  # {fault: (ranks that have it, function that puts it into the gradients)}
     "nothing is wrong": ([], lambda found: found),
     "rank 0 has one number with the wrong sign": (
@@ -23,7 +23,7 @@ WRONG = {  # {fault: (ranks that have it, function that puts it into the gradien
         lambda found: [one_turned(found[0]), *found[1:]],
     ),
     "each rank divided its gradients by 8 once more": (
-        range(RANKS),
+        range(3),
         lambda found: [one / 8 for one in found],
     ),
     "rank 1 added the batch before": ([1], lambda found: [3 * one for one in found]),
@@ -43,7 +43,9 @@ def main(_, difference):
     gradients = gradients_of_both()  # first, since the reader's function may leave a rank waiting
     for number, (case, (wrong_ranks, change)) in enumerate(WRONG.items()):
         found, right = gradients[number]
-        if dist.get_rank() == number % RANKS:  # so each rank has the model's largest in some case
+        if (
+            dist.get_rank() == number % dist.get_world_size()
+        ):  # so each rank has the model's largest in some case
             found, right = [10 * t for t in found], [10 * t for t in right]
         # The other ranks differ by exactly zero: the reader's function must not return early there.
         given = change(found) if dist.get_rank() in wrong_ranks else right
@@ -58,11 +60,11 @@ def main(_, difference):
 
 def gradients_of_both():
     """For each case, this rank's gradients after a step on a batch, and those of one process."""
-    rank = dist.get_rank()
-    part = build_stage(rank, RANKS)
-    stage = PipelineStage(part, rank, RANKS, torch.device("cpu"))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    part = build_stage(rank, ranks)
+    stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=loss_of)
-    whole = torch.nn.Sequential(*(build_stage(index, RANKS) for index in range(RANKS)))
+    whole = torch.nn.Sequential(*(build_stage(index, ranks) for index in range(ranks)))
     gradients = []
     for number in range(len(WRONG)):
         part.zero_grad()

@@ -43,7 +43,7 @@ def main(request, function):
 
 def complaint_of(function):
     """The sentence on a wrong output, an unchanged layer or an absent gradient; or None."""
-    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    x = torch.randn(5, 3, 4, dtype=torch.float64)  # the training has two rows
     weights = [torch.randn(shape, dtype=torch.float64) for shape in ((6, 4), (6, 4), (4, 6))]
     for weight in (x, *weights):
         weight.requires_grad_()

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of a backward that recomputes, on three real ranks (lesson 06)."""
+"""The check of a backward that recomputes, on real ranks (lesson 06)."""
 
-from course.checks.answer import checked
+from course.checks.answer import checked, first_complaint
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 
 PROGRAM = "course.checks.build_recompute_on_ranks.main"
-RANKS = 3  # rank 1 then receives a gradient and also sends one
+CASES = {"": 3, "on 2 ranks, ": 2}  # of three, rank 1 receives a gradient and also sends one
 
 
 @checked("the gradients of a stage that keeps everything, and one inside at a time.")
 def recomputing_backward(backward):
-    """Check `backward(stage, k, gradient, held)` on three ranks, with four micro-batches, in two
-    orders of the backwards."""
-    reports = perform(request_of(backward, program=PROGRAM), RANKS)
+    """Check `backward(stage, k, gradient, held)` on three ranks, with four micro-batches in two
+    orders of the backwards, and on two ranks with five."""
+    request = request_of(backward, program=PROGRAM)
+    return first_complaint(lambda ranks: complaint_of(perform(request, ranks)), CASES)
+
+
+def complaint_of(reports):
+    """The first error in the backwards that the ranks have reported, or None."""
     for judge in (wrong_gradient, wrong_bytes):
-        for rank in reversed(range(RANKS)):
+        for rank in reversed(range(len(reports))):
             for seen in reports[rank]:
                 if complaint := judge(seen):
                     return f"rank {rank}, backward of micro-batch {seen['k']}: {complaint}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a reader's recomputing backward on this rank; build_recompute.py reads the report.
 
-Each rank has a third of the model of small/pipeline.py. Its forwards keep only the input of a
+The ranks share the model of small/pipeline.py. A rank's forwards keep only the input of a
 micro-batch, and its backwards are the reader's. The same rank also computes the gradients of a
 stage that keeps everything.
 """
@@ -15,28 +15,27 @@ import torch.distributed as dist
 from course.building.messages import received, tell, tensors_like
 from small.pipeline import DIM, LENGTH, batch, build_stage, loss_of
 
-RANKS, MICROBATCHES, SIZE = 3, 4, 2
-ORDERS = [[0, 1, 2, 3], [2, 0, 3, 1]]  # of the backwards, in two steps
+# By the number of ranks: sequences of a micro-batch, and the orders of the backwards in each step.
+CASES = {3: (2, [[0, 1, 2, 3], [2, 0, 3, 1]]), 2: (3, [[1, 4, 0, 2, 3]])}
 
 
 def main(_, backward):
     """Run both steps, and report what was seen in each backward of this rank."""
     dist.init_process_group("gloo")
-    stage = build_stage(dist.get_rank(), RANKS)
-    seen = []
-    for step, order in enumerate(ORDERS):
+    stage, seen = build_stage(dist.get_rank(), dist.get_world_size()), []
+    size, orders = CASES[dist.get_world_size()]
+    for step, order in enumerate(orders):
         stage.zero_grad()
-        seen += run_step(stage, step, order, backward)
+        seen += run_step(StageOfMicrobatch(stage, step, len(order), size), order, backward)
     tell("report", value=seen)
 
 
-def run_step(stage, step, order, backward):
+def run_step(whole, order, backward):
     """Run all forwards, then the reader's backwards in `order`; return a dictionary for each."""
-    rank, whole = dist.get_rank(), StageOfMicrobatch(stage, step)
-    inside = Inside(stage)
+    rank, inside = dist.get_rank(), Inside(whole.stage)
     inputs, held, given = whole.inputs, {}, {}
-    for k in range(MICROBATCHES):
-        inputs.append(whole.tokens[k] if whole.is_first else receive(rank - 1))
+    for k in sorted(order):
+        inputs.append(whole.tokens[k] if whole.is_first else whole.receive(rank - 1))
         held[k] = inputs[k].clone()
         with inside, torch.no_grad():
             output = whole(k, held[k])
@@ -44,7 +43,7 @@ def run_step(stage, step, order, backward):
             dist.send(output, rank + 1)
     seen = []
     for k in order:
-        given[k] = None if whole.is_last else receive(rank + 1)
+        given[k] = None if whole.is_last else whole.receive(rank + 1)
         right = gradients_of(whole, k, inputs[k].clone(), given[k])
         before = [weight.grad.clone() if weight.grad is not None else 0 for weight in right[1]]
         inside.begin()
@@ -86,12 +85,10 @@ class StageOfMicrobatch:
     `asked` each k.
     """
 
-    def __init__(self, stage, step):
+    def __init__(self, stage, step, count, size):
         self.stage, self.calls, self.asked, self.inputs = stage, [], [], []
         self.is_first, self.is_last = stage.previous is None, stage.following is None
-        self.tokens, self.targets = (
-            x.chunk(MICROBATCHES) for x in batch(step, MICROBATCHES * SIZE)
-        )
+        self.tokens, self.targets = (x.chunk(count) for x in batch(step, count * size))
 
     def __getattr__(self, name):
         """What the stage itself has, such as `parameters` and `previous`."""
@@ -103,7 +100,13 @@ class StageOfMicrobatch:
         same = [j for j, other in enumerate(self.inputs) if torch.equal(x, other)]
         self.calls.append(same[0] if same else None)
         self.asked.append(k if isinstance(k, int) else None)
-        return loss_of(output, self.targets[k]) / MICROBATCHES if self.is_last else output
+        return loss_of(output, self.targets[k]) / len(self.tokens) if self.is_last else output
+
+    def receive(self, source):
+        """An activation or a gradient from another rank."""
+        tensor = torch.empty(len(self.tokens[0]), LENGTH, DIM, dtype=torch.float64)
+        dist.recv(tensor, source)
+        return tensor
 
 
 class Inside:
@@ -153,12 +156,6 @@ class Kept:
 def same(weight, gradient):
     """Whether the weight's .grad is this gradient alone, with nothing of earlier micro-batches."""
     return weight.grad is not None and torch.allclose(weight.grad, gradient)
-
-
-def receive(source):
-    tensor = torch.empty(SIZE, LENGTH, DIM, dtype=torch.float64)
-    dist.recv(tensor, source)
-    return tensor
 
 
 def gradients_of(whole, k, x, gradient):

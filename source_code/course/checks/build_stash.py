@@ -2,13 +2,18 @@
 """The check of the stash of lesson 04: PipeDream's loop, run on real ranks, version by version."""
 
 from course.building.examining import examine
-from course.checks.answer import checked
+from course.checks.answer import checked, first_complaint
 from course.checks.build_text import request_of
 from course.checks.build_words import EXACT, Words
 from pipeline.schedules import pipedream
 
 PROGRAM = "course.checks.build_stash_on_ranks.main"
-RUNS = [(4, 8, 0.5), (4, 2, 0.5), (2, 10, 0.3)]  # ranks, mini-batches, learning rate
+RUNS = {  # ranks, mini-batches, learning rate
+    "": (4, 8, 0.5),
+    "on 4 ranks, 2 mini-batches, a rate of 0.5: ": (4, 2, 0.5),
+    "on 2 ranks, 10 mini-batches, a rate of 0.3: ": (2, 10, 0.3),
+    "on 3 ranks, 5 mini-batches, a rate of 0.4: ": (3, 5, 0.4),
+}
 
 
 @checked(
@@ -17,17 +22,12 @@ RUNS = [(4, 8, 0.5), (4, 2, 0.5), (2, 10, 0.3)]  # ranks, mini-batches, learning
 def pipedream_run(function):
     """Check `pipedream_run(stage, inputs, targets, rate)` in each of RUNS."""
     request = request_of(function, program=PROGRAM)
-    for ranks, count, rate in RUNS:
-        complaint = complaint_of(request | {"microbatches": [count], "rate": rate}, ranks)
-        if complaint and (ranks, count, rate) == RUNS[0]:
-            return complaint
-        if complaint:
-            return f"on {ranks} ranks, {count} mini-batches, a rate of {rate}: {complaint}"
+    return first_complaint(lambda run: complaint_of(request, *run), RUNS)
 
 
-def complaint_of(request, num_ranks):
-    """The error in the loop of a request on that many ranks, or None."""
-    (count,) = request["microbatches"]
+def complaint_of(request, num_ranks, count, rate):
+    """The error in the loop of a request with these numbers, or None."""
+    request = request | {"microbatches": [count], "rate": rate}
     orders = pipedream(num_ranks, count).orders
     rows = [[str(action) for action in order if action.kind != "U"] for order in orders]
     observed = examine(request, num_ranks)

@@ -14,18 +14,22 @@ RUN_STEPS = "course.checks.build_steps_on_ranks.run_steps"
 # In the reader's file a function takes the place of the step that `replaces` names.
 ONE_F_ONE_B = {"replaces": "one_f_one_b_step", "frees": True}
 STRICT = {"strict": True, **ONE_F_ONE_B}
+# {number of ranks: numbers of micro-batches}. Further sizes come last, on ranks of their own: an error
+# in one of them would hide what is wrong in an earlier step.
+OF_1F1B = {4: [6, 2], 2: [6, 2], 3: [7, 2, 1]}
 
 
-def perform(function, places, make, cases, chunks=(1, 1), **more):
-    """The error in the reader's step, over all numbers of micro-batches, or None.
+def perform(function, places, make, sizes, chunks=(1, 1, 1), **more):
+    """The error in the reader's step, over all of `sizes` (see OF_1F1B), or None.
 
-    `chunks` has the number of stages of each rank, on four ranks and on two; `more` goes into the
-    request, see build_steps_on_ranks.py.
+    `chunks` has the number of stages of each rank, for each of `sizes`; `more` goes into the request,
+    see build_steps_on_ranks.py.
     """
-    request = request_of(function, places=places, program=RUN_STEPS, microbatches=cases, **more)
-    for ranks, count in zip((4, 2), chunks):
+    request = request_of(function, places=places, program=RUN_STEPS, **more)
+    for (ranks, cases), count in zip(sizes.items(), chunks):
         sized = partial(make, num_chunks=count) if count > 1 else make
-        if complaint := complaint_of(request | {"chunks": count}, sized, ranks):
+        asked = request | {"chunks": count, "microbatches": cases}
+        if complaint := complaint_of(asked, sized, ranks):
             each = f" with {count} chunks each" if count > 1 else ""
             return complaint if ranks == 4 else f"on {ranks} ranks{each}: {complaint}"
     accept(request)
@@ -126,39 +130,42 @@ def there_and_back(function):
 
 @checked("four ranks, and loss and gradients are those of one process, to 1e-11.")
 def naive_step(function):
-    """Check `naive_step(stage, tokens, targets)` on four ranks and on two."""
-    return perform(function, 3, naive, [1], whole_batch=True, replaces="naive_step")
+    """Check `naive_step(stage, tokens, targets)` on four ranks, on two and on three."""
+    sizes = {4: [1], 2: [1], 3: [1, 1]}
+    return perform(function, 3, naive, sizes, whole_batch=True, replaces="naive_step")
 
 
 @checked("GPipe's order on four ranks, with the loss and the gradients of one process.")
 def gpipe_step(function):
-    """Check `gpipe_step(stage, inputs, targets)` on four ranks: five and two micro-batches."""
-    return perform(function, 1, gpipe, [5, 2], replaces="gpipe_step")
+    """Check `gpipe_step(stage, inputs, targets)` on four ranks, on two and on three."""
+    sizes = {4: [5, 2], 2: [5, 2], 3: [8, 3, 1]}
+    return perform(function, 1, gpipe, sizes, replaces="gpipe_step")
 
 
 @checked("1F1B's three phases on four ranks, with the loss and the gradients of one process.")
 def one_f_one_b_step(function):
     """Check `one_f_one_b_step(stage, inputs, targets)` on four ranks, also with fewer than four
     micro-batches."""
-    return perform(function, 1, one_f_one_b, [6, 2], **ONE_F_ONE_B)
+    return perform(function, 1, one_f_one_b, OF_1F1B, **ONE_F_ONE_B)
 
 
 @checked("1F1B by NCCL's rules: one operation at a time is enough, on four ranks and on two.")
 def one_f_one_b_for_nccl(function):
     """Check a step of 1F1B as above, with one message or one batch per rank under way."""
-    return perform(function, 1, one_f_one_b, [6, 2], **STRICT)
+    return perform(function, 1, one_f_one_b, OF_1F1B, **STRICT)
 
 
 @checked("eight stages on four ranks, in Megatron's order, with the gradients of one process.")
 def interleaved_step(function):
-    """Check `interleaved_step(stages, inputs, targets)` on four ranks with two chunks each, and on
-    two with three."""
+    """Check `interleaved_step(stages, inputs, targets)` on four ranks and on three with two chunks
+    each, and on two with three."""
     more = {"replaces": "interleaved_step", "frees": True}
-    return perform(function, 1, interleaved_1f1b, [8, 4], chunks=(2, 3), **more)
+    sizes = {4: [8, 4], 2: [8, 4], 3: [9, 3, 6]}
+    return perform(function, 1, interleaved_1f1b, sizes, chunks=(2, 3, 2), **more)
 
 
 @checked("ZB-H1 on four ranks: the weights' halves wait, and no gradient is lost or late.")
 def zb_h1_step(function):
-    """Check `zb_h1_step(stage, inputs, targets)` on four ranks and on two, also with fewer
-    micro-batches than ranks."""
-    return perform(function, 1, zb_h1, [6, 2], halves=True, frees=True)
+    """Check `zb_h1_step(stage, inputs, targets)` on four ranks, on two and on three, also
+    with fewer micro-batches than ranks."""
+    return perform(function, 1, zb_h1, OF_1F1B, halves=True, frees=True)

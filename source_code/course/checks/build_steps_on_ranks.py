@@ -32,7 +32,8 @@ def run_steps(request, function):
     rank, p, chunks = dist.get_rank(), dist.get_world_size(), request["chunks"]
     between = dist.new_group()  # the reader's barriers cannot meet this group's
     for number, m in enumerate(request["microbatches"]):
-        size = p if request.get("whole_batch") else 2  # a batch has any number of sequences
+        # A batch has any number of sequences.
+        size = number + (p if request.get("whole_batch") else 2)
         tokens, targets = my_pipeline.batch(number, size * m)
         parts = tokens.chunk(m), targets.chunk(m)
         reference = Reference(p * chunks, *parts)

@@ -27,8 +27,8 @@ HINTS = {
         for what in ("is not iterable", "has no attribute 'requires_grad_'")
     },
     "does not require grad": (
-        "call requires_grad_() on a new tensor whose gradient is needed; and what a forward under "
-        "no_grad makes has no backward"
+        "call requires_grad_() on a new tensor whose gradient is needed; and there is no backward from "
+        "what a forward under no_grad makes, nor from an output that detach_() has cut itself"
     ),
     "failed finding central directory": "this file is not whole",
     "losses but got 0": "a schedule computes losses only if it is given a loss_fn",

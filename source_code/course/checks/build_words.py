@@ -3,6 +3,7 @@
 
 from collections import Counter
 
+from course.checks.answer import many
 from course.checks.build_transport import TransportWords, name_of
 
 LOCALS = 2  # outputs that variables of the reader's may keep a little longer than needed
@@ -161,7 +162,9 @@ class Words(TransportWords):
                 lost = set(rows[rank]) - {name_of(event) for event in events[rank]}
                 if lost and found["rest"] > 1e-6:
                     name = next(name for name in rows[rank] if name in lost)
-                    return f"a part of the gradient is missing {on}: it never took {name}"
+                    return (
+                        f"a part of the gradient is missing {on.rstrip(',')}: it never took {name}"
+                    )
                 if found["rest"] > 1e-6:
                     said = f"the gradient {on} points another way than that of one process"
                     if len(results[rank]["gradients"]) > 1:
@@ -183,21 +186,20 @@ class Words(TransportWords):
                 f"the gradient {on} is that of one process in its first digits only: was it rounded "
                 "to float32 on its way?"
             )
-        if len(factors) == 1 and m == 1:
+        if len(factors) == 1 and max(self.counts) == 1:
             return (
                 f"the gradient {on} is {short(parts[0])} times that of one process: a backward begins "
                 "at the loss itself, and what it sends back is not changed on its way"
             )
         if len(factors) == 1:
-            case = (
-                f"with {m} micro-batches every gradient {on} is {short(parts[0])} times too large"
-            )
+            count = many(m, "micro-batch")
+            case = f"with {count} every gradient {on} is {short(parts[0])} times too large"
             if abs(parts[0] - m) < 1e-6:
                 return f"{case}: each micro-batch counts as a whole batch; divide its loss by {m}"
             if abs(parts[0] * m - 1) < 1e-6:
                 return f"{case.replace('too large', 'the right one')}: it is divided by {m} twice"
             return case.replace("too large", "the right one")
-        usual = Counter(parts).most_common(1)[0][0]
+        on, usual = on.rstrip(","), Counter(parts).most_common(1)[0][0]
         k = next(k for k, part in enumerate(parts) if part != (1 if usual == 1 else usual))
         k = next((k for k, part in enumerate(parts) if part == 0), k)
         if parts[k] == 0:

@@ -11,6 +11,26 @@ LAUNDRIES += product(range(1, 7), (12, 22.5, 30, 1), (12, 22.5, 30, 1))
 LAUNDRIES += drawn(
     lambda c: (c.randint(1, 10 ** c.randint(1, 3)), c.randint(1, 800) / 8, c.randint(1, 800) / 8)
 )
+MISTAKES = {  # what a sentence says of it: the minutes
+    ", as if each load waited until the one before is dry; the washer is free": (
+        lambda n, w, d: n * (w + d)
+    ),
+    ", but the dryer is the slower machine here, and loads queue before it": (
+        lambda n, w, d: n * w + d
+    ),
+    ", but the washer is the slower machine here, and the dryer waits for it": (
+        lambda n, w, d: w + n * d
+    ),
+    ": the turns of the slower machine are right, the filling is missing": (
+        lambda n, w, d: n * max(w, d)
+    ),
+    ", one turn too many: the first load is already in the filling": (
+        lambda n, w, d: w + d + n * max(w, d)
+    ),
+    ", one turn too few: after the filling, each load but the first takes one": (
+        lambda n, w, d: w + d + (n - 2) * max(w, d)
+    ),
+}
 
 
 @checked("the first load fills the line, then one load comes out each turn of the slower machine.")
@@ -22,16 +42,11 @@ def laundry(laundry_minutes):
         if close(answer, right):
             continue
         case = f"{many(loads, 'load')}, washer {washer}, dryer {dryer}: you say {answer:g} minutes"
-        if close(answer, loads * (washer + dryer)) and loads > 1:
-            return f"{case}, as if each load waited until the one before is dry; the washer is free"
-        if close(answer, loads * washer + dryer):
-            return f"{case}, but the dryer is the slower machine here, and loads queue before it"
-        if close(answer, washer + loads * dryer):
-            return f"{case}, but the washer is the slower machine here, and the dryer waits for it"
-        if close(answer, loads * max(washer, dryer)):
-            return f"{case}: the turns of the slower machine are right, the filling is missing"
-        if close(answer, right + max(washer, dryer)):
-            return f"{case}, one turn too many: the first load is already in the filling"
+        # One number may fit two mistakes: a mistake is named if it fits the first laundries, too.
+        told = [(*each, call_for_number(laundry_minutes, *each)) for each in LAUNDRIES[:4]]
+        for said, mistake in MISTAKES.items():
+            if all(close(minutes, mistake(n, w, d)) for n, w, d, minutes in told):
+                return f"{case}{said}"
         return f"{case}, and playing it load by load gives {right:g}"
 
 

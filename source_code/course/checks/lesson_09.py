@@ -3,7 +3,7 @@
 
 from course.building import in_words
 from course.building.endless_loops import endless_loops_ended
-from course.checks.answer import WrongAnswer, call, checked, read_rows
+from course.checks.answer import WrongAnswer, call, checked, first_complaint, read_rows
 from lab.simulator import Costs, simulate
 from lab.story import waits_of
 from pipeline.schedule import ScheduleError
@@ -14,6 +14,8 @@ EQUAL = Costs(forward=1, backward=2, backward_weight=1)
 ROUNDED = 1e-4  # largest difference of a gradient that was a float32
 TOO_FEW_DIGITS = "has too few digits: was it rounded to float32 on the way?"
 
+LAYERS = {"": (3, 4), "with 5 numbers in x and 2 in g: ": (5, 2)}  # the widths of x and g
+
 TOO_EARLY = (
     "the first half computes the product gᵀ x, too, and only its addition is deferred: the whole "
     "backward runs in I; store the weight, x and g, and multiply in the second half"
@@ -22,20 +24,25 @@ TOO_EARLY = (
 
 @checked("the half that somebody waits for comes first, and the other one loses nothing.")
 def split_backward(input_half, weight_half):
-    """Check the halves of the backward of y = x Aᵀ with three micro-batches.
+    """Check the halves of the backward of y = x Aᵀ with three micro-batches, in each of LAYERS.
 
     They are `input_half(gradient, inputs, weight, deferred)` and `weight_half(deferred)`; their
     gradients are compared with those of autograd in float64, to 1e-12.
     """
+    return first_complaint(lambda widths: _halves_of(input_half, weight_half, widths), LAYERS)
+
+
+def _halves_of(input_half, weight_half, widths):
+    """The error in the two halves of a layer with these widths, or None."""
     import torch
 
     torch.manual_seed(0)
-    weight = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+    weight = torch.nn.Parameter(torch.randn(widths[::-1], dtype=torch.float64))
     weight.grad = torch.randn_like(weight)  # of micro-batches before
     wanted, deferred = [], [[], [], []]
     first, before = weight.detach().clone(), weight.grad.clone()
     for k in range(3):
-        x, g = (torch.randn(2 + k, 5, width, dtype=torch.float64) for width in (3, 4))
+        x, g = (torch.randn(2 + k, 5, width, dtype=torch.float64) for width in widths)
         wanted.append(torch.einsum("blo,bli->oi", g, x))
         given = g.clone(), x.clone()
         made = call(input_half, g, x, weight, deferred[k])
@@ -67,7 +74,7 @@ def split_backward(input_half, weight_half):
         )
     if computes_product(input_half, g, x, weight):
         return TOO_EARLY
-    return _first_gradient(input_half, weight_half)
+    return _first_gradient(input_half, weight_half, widths)
 
 
 def numbers_of(input_half, gradient, inputs, weight):
@@ -148,12 +155,12 @@ def _half_of_weights(weight_half, weight, deferred, wanted, k):
         return "what was deferred is still there: a second call would count it twice"
 
 
-def _first_gradient(input_half, weight_half):
+def _first_gradient(input_half, weight_half, widths):
     """The error in the first gradient of another weight, or None."""
     import torch
 
-    weight = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
-    x, g = (torch.randn(2, 5, width, dtype=torch.float64) for width in (3, 4))
+    weight = torch.nn.Parameter(torch.randn(widths[::-1], dtype=torch.float64))
+    x, g = (torch.randn(2, 5, width, dtype=torch.float64) for width in widths)
     deferred = []
     try:
         with endless_loops_ended():

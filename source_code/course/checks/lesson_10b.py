@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of lesson 10b: the collectives of a layer on two real ranks, and a mesh for a machine."""
+"""Checks of lesson 10b: the collectives of a layer on real ranks, and a mesh for a machine."""
 
-from course.checks.answer import NotAttempted, checked, close, many
+from course.checks.answer import NotAttempted, checked, close, first_complaint, many
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 from lab.simulator import Costs, simulate
 from pipeline.schedules import one_f_one_b
 
 PROGRAM = "course.checks.lesson_10b_on_ranks.main"
+SIZES = {"": 2, "on 3 ranks, with other sizes, ": 3}
 NAMES = {
     "output": "the layer's output",
     "down": "the gradient of the second matrix",
@@ -25,7 +26,12 @@ PLACES = {  # the code to look at first if that tensor is wrong
 @checked("output and gradients of the whole layer, with one sum forward and one backward.")
 def layer_ends(ends):
     """Check `ends(all_reduce)`: a pair (enter, leave), applied before and after a split layer."""
-    reports = perform(request_of(ends, places=4, program=PROGRAM), 2)
+    request = request_of(ends, places=4, program=PROGRAM)
+    return first_complaint(lambda ranks: complaint_on(perform(request, ranks)), SIZES)
+
+
+def complaint_on(reports):
+    """The first error in what the ranks have reported, or None."""
     for rank, report in enumerate(reports):
         if report is None:
             return "return a pair, such as Enter.apply, Leave.apply"
@@ -65,7 +71,7 @@ def complaint_of(name, factor, of):
         return None
     if factor == 0:
         return f"{what} is zero; look at {where}"
-    reason = "something is summed that is whole on both ranks"
+    reason = "something is summed that is whole on every rank"
     if factor < 1:
         reason = "the ranks' terms are added up, and nothing is divided"
     return f"{what} is {factor:g} times the right one: {reason}; look at {where}"

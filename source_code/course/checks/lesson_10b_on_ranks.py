@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a layer with a reader's collectives on this rank; lesson_10b.py reads the report.
 
-The layer is a feed-forward network, x -> down(relu(up(x))), and each of two ranks has half of its
-hidden units.
+The layer is a feed-forward network, x -> down(relu(up(x))), and each rank has its share of the hidden
+units.
 """
 
 from functools import partial
@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 
 from course.building.messages import note_sizes_of_sums, tell
-
-RANKS = 0, 1
 
 
 def main(_, reader):
@@ -33,7 +31,7 @@ def is_pair(pair):
 
 
 def all_reduce(x):
-    """The sum of x over both ranks, as a new tensor."""
+    """The sum of x over all ranks, as a new tensor."""
     total = x.detach().clone()
     dist.all_reduce(total)
     return total
@@ -41,17 +39,20 @@ def all_reduce(x):
 
 def run_layer(rank, pair, calls):
     """Compare the output and the gradients of this rank with those of the whole layer."""
-    enter, leave = pair
+    (enter, leave), ranks = pair, dist.get_world_size()
     draw = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x, up, down, slope = draw(2, 3, 8), draw(16, 8), draw(8, 16), draw(2, 3, 8)
+    length, dim = ranks + 1, 4 + 2 * ranks
+    x, up, down = draw(2, length, dim), draw(16, dim), draw(dim, 16)
+    slope = draw(2, length, dim)
     right = gradients_of(x, up, down, slope)
-    halves = [gradients_of(x, up.chunk(2)[r], down.chunk(2, 1)[r], slope) for r in RANKS]
-    ours = gradients_of(x, up.chunk(2)[rank], down.chunk(2, 1)[rank], slope, enter, leave, calls)
+    up, down = up.chunk(ranks)[rank], down.chunk(ranks, 1)[rank]
+    own = gradients_of(x, up, down, slope)
+    ours = gradients_of(x, up, down, slope, enter, leave, calls)
     report = {"forward": ours["forward"], "backward": len(calls) - ours["forward"]}
     for name in ("output", "input"):
-        report[name] = compare(ours[name], right[name], halves[rank][name])
-    for name in ("up", "down"):  # these gradients are those of the rank's half of the matrices
-        report[name] = compare(ours[name], halves[rank][name], None)
+        report[name] = compare(ours[name], right[name], own[name])
+    for name in ("up", "down"):  # these gradients are those of the rank's share of the matrices
+        report[name] = compare(ours[name], own[name], None)
     report["beside"] = is_left_alone(enter, x, slope)
     return report
 

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of lesson 10c: the loss of a split vocabulary on three real ranks, and a cut by cost."""
+"""Checks of lesson 10c: the loss of a split vocabulary on real ranks, and a cut by cost."""
 
 import math
 from itertools import product
 
-from course.checks.answer import call, checked, close, drawn, whole_numbers_in
+from course.checks.answer import (
+    call,
+    checked,
+    close,
+    drawn,
+    first_complaint,
+    whole_numbers_in,
+)
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 
-RANKS, MOST_CALLS = 3, 3
+MOST_CALLS = 3
 PROGRAM = "course.checks.lesson_10c_on_ranks.main"
 LOSSES = {  # the sentence about each loss that a known omission gives
     "sum": "of this rank's rows alone: the sum of the exponentials needs those of all ranks",
@@ -60,6 +67,7 @@ CASES_IN_WORDS = (
     ", with scores a thousand times as large,",
     ", if rank 2 has none of the targets,",
 )
+SIZES_IN_WORDS = {"": 3, "on 2 ranks, with 5 positions and 37 tokens: ": 2}
 
 
 @checked(
@@ -67,7 +75,12 @@ CASES_IN_WORDS = (
 )
 def split_loss(function):
     """Check `function(scores, targets, first, all_reduce)`: (mean loss, gradient of the scores)."""
-    reports = perform(request_of(function, program=PROGRAM, hints=HINTS), RANKS)
+    request = request_of(function, program=PROGRAM, hints=HINTS)
+    return first_complaint(lambda ranks: complaint_on(perform(request, ranks)), SIZES_IN_WORDS)
+
+
+def complaint_on(reports):
+    """The first error in what the ranks have reported, as a sentence, or None."""
     for rank, of_rank in enumerate(reports):
         for size, report in zip(CASES_IN_WORDS, of_rank):
             if report is None:

@@ -2,7 +2,7 @@
 """Runs a reader's loss over a split vocabulary on this rank; lesson_10c.py reads the report.
 
 A vocabulary of 50 tokens is cut over three ranks into 17, 17 and 16; each of 6 positions has its
-target on one of the ranks.
+target on one of the ranks. On two ranks both numbers are others.
 """
 
 import math
@@ -13,11 +13,13 @@ import torch.distributed as dist
 from course.building.messages import note_sizes_of_sums, tell
 from pipeline.model import cut_evenly, token_loss
 
-RANKS = 3
-VOCABULARY = 50
+VOCABULARIES = {3: 50, 2: 37}  # by the number of ranks
 TARGETS = [3, 20, 49, 17, 33, 16]
 ON_TWO_RANKS = [3, 20, 16, 17, 33, 16]  # rank 2 has none of these targets
-CASES = (1, TARGETS), (1000, TARGETS), (1, ON_TWO_RANKS)  # by what the scores are multiplied
+CASES = {  # by the number of ranks: by what the scores are multiplied, and the targets
+    3: ((1, TARGETS), (1000, TARGETS), (1, ON_TWO_RANKS)),
+    2: ((1, [3, 20, 36, 18, 30]),),
+}
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -26,7 +28,8 @@ def main(_, reader):
     dist.init_process_group("gloo")
     sizes = []
     note_sizes_of_sums(sizes)
-    found = [examine(dist.get_rank(), reader, sizes, *case) for case in CASES]
+    cases = CASES[dist.get_world_size()]
+    found = [examine(dist.get_rank(), reader, sizes, *case) for case in cases]
     tell("report", value=found)
 
 
@@ -39,9 +42,10 @@ def all_reduce(x, operation):
 
 def examine(rank, function, sizes, scale, targets):
     """Call the function with scores multiplied by `scale`, and compare loss and gradient."""
-    whole = scale * draw_scores()
-    targets = torch.tensor(targets)
-    first, last = cut_evenly(VOCABULARY, RANKS)[rank]
+    ranks, targets = dist.get_world_size(), torch.tensor(targets)
+    whole = scale * draw_scores(len(targets), ranks)
+    cut = cut_evenly(VOCABULARIES[ranks], ranks)
+    first, last = cut[rank]
     sizes.clear()
     result = function(whole[:, first:last].clone(), targets.clone(), first, all_reduce)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
@@ -53,15 +57,15 @@ def examine(rank, function, sizes, scale, targets):
     right = gradient_of(whole, targets)[:, first:last]
     report = {"loss": loss.item() if loss.numel() == 1 else None, "sizes": sizes[:]}
     report["scores"] = whole[:, first:last].numel()
-    report["losses"] = losses_that_might_be(whole, targets, first, last)
-    report["slips"] = losses_of_slips(whole, targets)
+    report["losses"] = losses_that_might_be(whole, targets, cut, rank)
+    report["slips"] = losses_of_slips(whole, targets, cut)
     report["gradient"] = compare(gradient, right, whole, targets, first, last)
     return report
 
 
-def draw_scores():
+def draw_scores(positions=6, ranks=3):
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(len(TARGETS), VOCABULARY, dtype=torch.float64, generator=generator)
+    return torch.randn(positions, VOCABULARIES[ranks], dtype=torch.float64, generator=generator)
 
 
 def gradient_of(scores, targets):
@@ -70,17 +74,16 @@ def gradient_of(scores, targets):
     return scores.grad
 
 
-def losses_that_might_be(whole, targets, first, last):
+def losses_that_might_be(whole, targets, cut, rank):
     """{name of an omission: the loss that it gives}; the first entry is the right loss."""
-    parts = [whole[:, a:b] for a, b in cut_evenly(VOCABULARY, RANKS)]
+    parts, (first, last) = [whole[:, a:b] for a, b in cut], cut[rank]
     scores, largest = whole[:, first:last], whole.max(-1).values
     of_target = whole.gather(-1, targets[:, None]).squeeze(-1)
     tops = [part.max(-1).values for part in parts]
     unequal = sum((part - top[:, None]).exp().sum(-1) for part, top in zip(parts, tops))
     own_top = scores.max(-1).values
     top_there = sum(
-        torch.where((targets >= a) & (targets < b), top, 0.0)
-        for (a, b), top in zip(cut_evenly(VOCABULARY, RANKS), tops)
+        torch.where((targets >= a) & (targets < b), top, 0.0) for (a, b), top in zip(cut, tops)
     )
     here = (targets >= first) & (targets < last)
     found = torch.where(here, of_target, 0.0)
@@ -95,8 +98,8 @@ def losses_that_might_be(whole, targets, first, last):
         "target's tops": (unequal.log() + top_there - of_target).mean().item(),
         "above": (whole.logsumexp(-1) - largest - of_target).mean().item(),
         "total": (whole.logsumexp(-1) - of_target).sum().item(),
-        "ranks": right.item() / RANKS,
-        "twice": right.item() + math.log(RANKS),
+        "ranks": right.item() / len(cut),
+        "twice": right.item() + math.log(len(cut)),
         "logs": (logs + largest - of_target).mean().item(),
         "largest target": (whole.logsumexp(-1) - of_target.clamp(min=0)).mean().item(),
         "below": (whole.logsumexp(-1) + largest - of_target).mean().item(),
@@ -110,10 +113,10 @@ def scores_at(part, columns, where):
     return [part.gather(1, each[:, None])[:, 0] * where for each in (near, around)]
 
 
-def losses_of_slips(whole, targets):
+def losses_of_slips(whole, targets, cut):
     """{name of a slip in looking up the target's score: the losses that it may give}."""
     found = {}
-    for first, last in cut_evenly(VOCABULARY, RANKS):
+    for first, last in cut:
         part, own, width = whole[:, first:last], targets - first, last - first
         here = (own >= 0) & (own < width)
 

@@ -60,6 +60,7 @@ HANGS = [
     [1, 2, 0, None, 3],
     *filter(_is_hang, (each for n in (2, 3, 4) for each in product([*range(n), None], repeat=n))),
     *drawn(_drawn_hang),
+    [*range(1, 120), None],
 ]
 
 
@@ -85,7 +86,9 @@ def to_blame(blame):
             answer = call(blame, Waits(waits))
         if answer == right:
             continue
-        case = f"{waits}: you say {answer!r}"
+        is_long = len(waits) > 16
+        case = f"{len(waits)} ranks, each of which waits for the next" if is_long else f"{waits}"
+        case += f": you say {answer!r}"
         if answer not in [*waits, DEADLOCK]:
             return f"{case}, which is neither a rank nor {DEADLOCK!r}"
         if right == DEADLOCK and None in waits.values():

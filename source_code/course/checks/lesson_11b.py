@@ -3,14 +3,15 @@
 
 from itertools import accumulate
 
-from course.checks.answer import WrongAnswer, call_for_number, checked, many
+from course.checks.answer import call_for_number, checked, first_complaint, many
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 from extensions.inference.passes import plan_passes, schedule_of
 from extensions.inference.requests import Request
 from lab.simulator import Costs, simulate
 
-CASES = (3, 3, 4), (2, 4, 5)  # ranks, groups, new tokens of each
+# Ranks, groups, new tokens of each.
+CASES = {"": (3, 3, 4), "on 2 ranks with 4 groups: ": (2, 4, 5)}
 PROGRAM = "course.checks.lesson_11b_on_ranks.main"
 
 
@@ -18,9 +19,7 @@ PROGRAM = "course.checks.lesson_11b_on_ranks.main"
 def decode_loop(decode):
     """Check `decode(rank, last, first, count, forward, send, receive)` on three ranks with three
     groups, and on two ranks with four."""
-    for number, (ranks, groups, count) in enumerate(CASES):
-        if complaint := wrong_decoding(decode, ranks, groups, count):
-            return f"on {ranks} ranks with {groups} groups: {complaint}" if number else complaint
+    return first_complaint(lambda sizes: wrong_decoding(decode, *sizes), CASES)
 
 
 def wrong_decoding(decode, ranks, groups, count):
@@ -28,10 +27,7 @@ def wrong_decoding(decode, ranks, groups, count):
     from course.checks.lesson_11b_on_ranks import texts_of_one_process
 
     request = request_of(decode, program=PROGRAM, groups=groups, count=count)
-    try:
-        reports = perform(request, ranks)
-    except WrongAnswer as error:
-        return str(error)
+    reports = perform(request, ranks)
     texts, did = reports[0]["texts"], reports[0]["did"]
     if texts is None:
         return "rank 0 returned no dictionary: return {group: its tokens} there"
