@@ -645,6 +645,10 @@ def test_what_a_check_has_called_right_is_kept_in_the_readers_file(tmp_path, cap
     assert "one_f_one_b_step is yours" in said and "gpipe_step       is the course's" in said
     file = own_file.FILE.read_text()
     assert "# written on a rainy day" in file and "targets[k]) / len(inputs)" in file
+    (own_file.PARTS / "one_f_one_b_step.json").write_text("{")  # cut short
+    own_file.keep(wrong)
+    assert "run the check of one_f_one_b_step again" in capsys.readouterr().out
+    assert "# written on a rainy day" not in own_file.FILE.read_text()
 
 
 @pytest.mark.parametrize("end", ["dist.isend(None, 1)", "dist.barrier()"], ids=["raises", "waits"])

@@ -28,7 +28,7 @@ from saved_models import write_model
 from files import inputs
 from guard import one_sentence
 from lab.simulator import Costs, simulate
-from lab.timeline import Timeline, to_chrome_trace
+from lab.timeline import Event, Timeline, to_chrome_trace
 from pipeline.schedules import build_schedule
 from pipeline.schedules.text_form import to_csv
 
@@ -122,6 +122,15 @@ def test_no_drawing_is_made_of_a_timeline_that_lacks_a_micro_batch(monkeypatch, 
     )
     assert "it has micro-batch 2 and lacks one before it" in said
     assert not (tmp_path / "a.svg").exists()
+
+
+def test_a_timeline_whose_rank_does_two_actions_at_once_is_named(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "run.json"
+    whole = simulate(build_schedule("gpipe", 2, 3), Costs(1, 2))
+    at_once = tuple(Event(event.rank, event.action, 0.0, 9.0) for event in whole.events)
+    file.write_text(to_chrome_trace(Timeline("at once", at_once)))
+    said = rejected(monkeypatch, capsys, "search_schedule", "--timeline", file)
+    assert f"--timeline {file}: rank 0 has two actions at the same time" in said
 
 
 @pytest.mark.parametrize("letter", "\x01\x0b\x1b\ufffe")

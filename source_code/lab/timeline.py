@@ -248,6 +248,9 @@ def _whole(timeline):
     ):
         if len(found) != max(found) + 1:
             raise TimelineError(f"it has {what} {max(found)} and lacks one before it")
+    for rank, busy in enumerate(timeline.busy_per_rank):
+        if busy > 1.01 * timeline.makespan:  # measured times may differ a little
+            raise TimelineError(f"rank {rank} has two actions at the same time")
     return timeline
 
 

@@ -36,8 +36,13 @@ def keep(function):
         PARTS.mkdir(parents=True, exist_ok=True)
         _write(PARTS / f"{_place_of(request)}.json", json.dumps(request))
     parts = {name: PARTS / f"{name}.json" for name in EXERCISES}
-    written = {name: path for name, path in parts.items() if path.exists()}
-    yours = {n: json.loads(path.read_text(encoding="utf-8")) for n, path in written.items()}
+    yours = {}
+    for name, path in parts.items():
+        try:
+            if path.exists():
+                yours[name] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            print(f"{path} cannot be read; run the check of {name} again")
     FILE.parent.mkdir(exist_ok=True)
     _write(FILE, assemble(yours.values()))
     for name in EXERCISES:
