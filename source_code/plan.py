@@ -326,7 +326,7 @@ def nothing_fits(model, machine, plans):
             candidates = plans_to_compare(model, larger, plans[0].precision)
         except InputError:
             return "\n".join(lines)
-        sizes = model.known_sizes or (1,)  # a larger micro-batch never takes less memory
+        sizes = model.known_sizes or (1,)  # a larger micro-batch seldom takes less memory
         lean = (plan for plan in candidates if plan.microbatch in sizes)
         if any(memory_bound(model, larger, plan) <= machine.memory for plan in lean):
             return "\n".join([*lines, f"it fits on {larger.gpus} GPUs"])
