@@ -503,7 +503,7 @@ def test_a_checkpoint_keeps_the_settings_of_a_model_and_damaged_ones_are_rejecte
     config = ModelConfig(*(getattr(settings, name) for name in ModelConfig.__dataclass_fields__))
     kept = json.loads(json.dumps({**settings.further(), "config": "{}"}))
     assert with_settings(config, kept) == settings
-    wrong = [{name: value} for name in settings.further() for value in (None, "x", [], -1, 1e400)]
+    wrong = [{name: value} for name in settings.further() for value in (None, "x", [], -2, 1e400)]
     wrong += [{"head_dim": 2**62}, {"rotary": {"type": "linear"}}, {"rotary": {"type": "other"}}]
     wrong += [{"rotary": {"type": "linear", "factor": factor}} for factor in ("x", -1.0, [1.0])]
     for forged in [[], "text", {}, *({**kept, **change} for change in wrong)]:
