@@ -82,7 +82,9 @@ def tell_difference(group, ours, right):
     if not isinstance(ours, list):
         return f"group {group} has {ours!r} in place of a list of tokens"
     if not ours:
-        return f"group {group} has no token: rank 0 has to keep each one that it receives"
+        return (
+            f"group {group} has no token: is it begun, and does rank 0 keep each that it receives?"
+        )
     if len(ours) != len(right):
         why = "was the last one received?"
         if len(ours) > len(right):
