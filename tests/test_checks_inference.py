@@ -191,7 +191,7 @@ def asks_for_a_group_that_is_not_there(rank, last, first, count, forward, send, 
     [
         (right, ["Right"]),
         (texts_in_arrays, ["Right"]),
-        (kept_on_the_last_rank, ["group 0 has no token: rank 0 has to keep each one that it rec"]),
+        (kept_on_the_last_rank, ["group 0 has no token: is it begun, and does rank 0 keep each"]),
         (one_list_for_all_groups, ["has 12 tokens instead of 4", "in a list of its own"]),
         (stub, ["Not attempted yet"]),
         (one_group_at_a_time, ["Not yet", "more than 1 of 3 groups"]),
