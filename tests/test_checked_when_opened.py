@@ -27,12 +27,13 @@ from extensions.pretraining.tokens import (
     complaints_of_library,
     encode,
     load_corpus,
+    read_tokenizer,
 )
 from extensions.real_models import saved_output
 from extensions.real_models.saved_folder import find_tensors, read_model
 from extensions.real_models.saved_settings import read_settings
 from extensions.real_models.tensor_files import stored_tensors
-from files.inputs import InputError, is_file_name, open_input, read_bytes
+from files.inputs import InputError, is_file_name, open_input, read_as_it_is, read_bytes
 from guard import around_main
 from guard.one_sentence import in_one_sentence
 from pipeline.command_line import Parser, positive_integer
@@ -228,6 +229,18 @@ def test_a_panic_in_the_tokenizer_is_a_sentence_and_an_interrupt_stays_one():
         raise KeyboardInterrupt
 
 
+def test_a_tokenizer_with_dropout_encodes_a_text_alike_on_every_rank(tmp_path):
+    prepare_data.train_tokenizer("again and again it rains " * 9, 300).save(
+        str(tmp_path / "t.json")
+    )
+    content = json.loads((tmp_path / "t.json").read_text())
+    content["model"]["dropout"] = 0.5
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    tokenizer = read_tokenizer(tmp_path / "t.json")
+    encoded = {tuple(encode(tokenizer, "again and again it rains " * 9)) for _ in range(9)}
+    assert len(encoded) == 1
+
+
 # Numbers.
 
 
@@ -282,6 +295,17 @@ def test_a_name_that_no_file_can_have_is_an_input_error(tmp_path, name):
         open_input(tmp_path / name),
     ):
         pass
+
+
+@pytest.mark.skipif(os.name == "nt", reason="named pipes and links of other systems")
+def test_what_was_a_file_when_it_was_looked_at_is_opened_as_it_is(tmp_path):
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "pipe")
+    assert read_as_it_is(tmp_path / "file", 3) == b"123"
+    for name in ("link", "pipe", "."):
+        with pytest.raises(OSError):
+            read_as_it_is(tmp_path / name, 3)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "..", "a/b", "x" * 300, 3])

@@ -258,6 +258,15 @@ def test_what_someone_has_changed_in_an_older_copy_is_not_lost(tmp_path):
             make_handout.check_is_copy(tmp_path)
         make_handout.git(tmp_path, "add", file.name)  # as if the commit had failed
         make_handout.check_is_copy(tmp_path)
+    (tmp_path / ".gitignore").write_text("build/\n__pycache__/\n")
+    make_handout.commit(tmp_path)
+    (tmp_path / "tools" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "tools" / "__pycache__" / "a.pyc").write_text("made anew")
+    make_handout.check_is_copy(tmp_path)
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "submission_ada.json").write_text("mine")  # git ignores it
+    with pytest.raises(SystemExit, match="build/ in .* was changed there"):
+        make_handout.check_is_copy(tmp_path)
 
 
 @pytest.mark.processes

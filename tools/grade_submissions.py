@@ -17,6 +17,7 @@ from pathlib import Path
 from exercises import read_notebooks
 from make_submission import FORM, MOST_LETTERS
 
+from files.inputs import read_as_it_is
 from files.outputs import not_written, write_whole
 from guard.one_sentence import in_one_sentence, naming_files
 from pipeline.command_line import Parser
@@ -81,7 +82,7 @@ def read(file):
     try:
         is_one = file.suffix == ".json" and file.is_file()
         is_small = is_one and file.stat().st_size <= MOST_BYTES
-        text = file.read_bytes() if is_small else ""
+        text = read_as_it_is(file, MOST_BYTES) if is_small else ""
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     if not is_small:

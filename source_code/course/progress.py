@@ -16,6 +16,8 @@ import time
 import unicodedata
 from pathlib import Path
 
+from files.inputs import read_as_it_is
+
 FOLDER_VARIABLE = "COURSE_PROGRESS"
 NAME_VARIABLE = "COURSE_NAME"
 OFF = "off"
@@ -105,7 +107,7 @@ def read_progress(folder):
             if file.stat().st_size > MOST_BYTES:
                 skipped.append(f"{file.name} is too large for a file of progress")
                 continue
-            *lines, _ = file.read_bytes().split(b"\n")
+            *lines, _ = read_as_it_is(file, MOST_BYTES).split(b"\n")
         except OSError as error:
             skipped.append(f"{file.name} cannot be read: {error.strerror}")
             continue

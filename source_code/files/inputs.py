@@ -5,6 +5,7 @@ A read from a named pipe or a terminal may block for ever, and a device such as 
 end. Data that one rank reads from them is no longer available to other ranks.
 """
 
+import errno
 import json
 import math
 import os
@@ -46,6 +47,19 @@ def open_input(path):
 def open_at_once(path, flags):
     """Open without waiting for the other end of a named pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_as_it_is(path, most):
+    """Return at most `most` bytes of a regular file in a folder that others write to. Raises OSError.
+
+    Whoever looks first and opens then may open something else, such as a pipe or another's link.
+    """
+    names = "O_NONBLOCK", "O_NOFOLLOW", "O_BINARY"  # a system lacks some of them
+    flags = sum(getattr(os, name, 0) for name in names)
+    with open(os.open(path, os.O_RDONLY | flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file any more", str(path))
+        return file.read(most)
 
 
 def memory_of_machine():

@@ -120,7 +120,8 @@ def encode(tokenizer, text, begins=True):
 def read_tokenizer(file):
     """Return a tokenizer from a file of the tokenizers library, such as tokenizer.json.
 
-    The whole text is encoded: the file's truncation and padding are switched off.
+    The whole text is encoded, always alike: the file's truncation, padding and dropout are switched
+    off.
     """
     from tokenizers import Tokenizer
 
@@ -132,6 +133,8 @@ def read_tokenizer(file):
         tokenizer = Tokenizer.from_str(text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):  # each rank would draw other tokens
+        tokenizer.model.dropout = None
     if not tokenizer.get_vocab():
         raise DataError(f"the tokenizer {file} has no tokens; use another")
     if (largest := numbers_of(tokenizer) - 1) > LARGEST_TOKEN:

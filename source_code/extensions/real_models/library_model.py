@@ -21,7 +21,9 @@ def check_library(arguments):
             "--verify needs the package transformers; install it, or leave --verify out"
         ) from None
     folder = arguments.model_folder
-    wrong = AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+    wrong = (
+        AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
+    )  # fmt: skip
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
@@ -50,4 +52,4 @@ class ScoresOfLibrary(nn.Module):
         self.model = model
 
     def forward(self, tokens, mask=None):
-        return self.model(tokens, attention_mask=mask, use_cache=False).logits
+        return self.model(tokens, attention_mask=mask, use_cache=False, return_dict=True).logits

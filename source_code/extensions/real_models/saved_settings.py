@@ -76,6 +76,12 @@ def check_family(path, saved):
             "attention has none; for sequences no longer than that, set it to null in a copy of the "
             "folder"
         )
+    for key in ("transformers_weights", "attribute_map"):
+        if saved.get(key):
+            raise InputError(
+                f"{path}: {key} is {shown(saved[key])}, which would make another model of these files; "
+                "take it out in a copy of the folder"
+            )
     layers = saved.get("layer_types") or []
     other = (
         [each for each in layers if each != "full_attention"]
