@@ -389,6 +389,15 @@ def through_the_cut_past_the_call(first, second, tokens, targets):
     return received
 
 
+def both_pieces_in_one_call(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach().requires_grad_()
+    loss = token_loss(second(received), targets)
+    (gradient,) = torch.autograd.grad(loss, received, retain_graph=True)
+    torch.autograd.backward([loss, output], [None, gradient])
+    return received
+
+
 def misspelt_and_without_requires_grad(first, second, tokens, targets):
     output = first(tokens)
     received = output.detach()
@@ -431,8 +440,11 @@ def looking_at_the_scores_first(first, second, tokens, targets):
 
 @pytest.mark.parametrize(
     "answer",
-    [with_forward, with_keywords, looking_at_the_loss_afterwards, looking_at_the_scores_first],
-)
+    [
+        with_forward, with_keywords, looking_at_the_loss_afterwards, looking_at_the_scores_first,
+        both_pieces_in_one_call,
+    ],
+)  # fmt: skip
 def test_backward_in_two_pieces_is_right_in_any_style(answer, capsys):
     said = answer_to(lesson_01.backward_in_two_pieces, capsys, answer)
     assert said.startswith("Right: ")

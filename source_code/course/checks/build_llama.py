@@ -28,6 +28,7 @@ LAYER_FLAGS = (
     "--dtype float64 --device cpu --dim 16 --heads 2 --kv-heads 2 --seq-len 16 --layers 4 --steps 3 "
     "--batch-size 8 --microbatches 4 --evaluate-windows 2 --schedule 1f1b --verify"
 )
+COMPUTING = 10  # seconds; the layer runs in a whole training, and may be slow
 LAYER_PROGRAM = "course.checks.build_llama_in_training.main"
 
 
@@ -163,7 +164,7 @@ def feed_forward(function):
     result has the shape of x. Four ranks train with the function, and --verify compares them with
     one process.
     """
-    request = request_of(function, program=LAYER_PROGRAM, flags=LAYER_FLAGS)
+    request = request_of(function, program=LAYER_PROGRAM, flags=LAYER_FLAGS, seconds=COMPUTING)
     observed = examine(request, 4, show=False)
     apart = re.search(r"largest difference from one process: (\S+), MORE", observed.printed)
     if apart:

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from course.building.endless_loops import endless_loops_ended
 from course.building.messages import tell
 from course.building.on_ranks import functions_of
 from pipeline import model
@@ -29,8 +28,7 @@ def main(request, function):
     (trained,) = functions_of(request)
 
     def forward(layer, x):
-        with endless_loops_ended():
-            return trained(x, layer.gate.weight, layer.up.weight, layer.down.weight)
+        return trained(x, layer.gate.weight, layer.up.weight, layer.down.weight)
 
     model.FeedForward.forward = forward
     sys.argv = [str(PROGRAM), *shlex.split(request["flags"])]
@@ -47,8 +45,7 @@ def complaint_of(function):
     weights = [torch.randn(shape, dtype=torch.float64) for shape in ((6, 4), (6, 4), (4, 6))]
     for weight in (x, *weights):
         weight.requires_grad_()
-    with endless_loops_ended():  # the training that follows may compute for longer
-        made = function(x, *weights)
+    made = function(x, *weights)
     if not torch.is_tensor(made) or made.shape != x.shape:
         shape = tuple(made.shape) if torch.is_tensor(made) else type(made).__name__
         return f"your layer returns {shape} for x of {tuple(x.shape)}; return the shape of x"

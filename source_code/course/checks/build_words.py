@@ -80,7 +80,10 @@ class Words(TransportWords):
                     return (
                         f"rank {rank} runs its stage at {self.at(event['at'])} on numbers that no "
                         "micro-batch has there"
-                        + (left or ": has the receive been waited for, and is it the right tensor?")
+                        + (
+                            left
+                            or ": has the receive been waited for, is it the right tensor, and as it came?"
+                        )
                     )
         for rank, done in reversed([*enumerate(events)]):
             for event in done:

@@ -39,7 +39,7 @@ def backward_in_two_pieces(gradients_by_hand):
     whole = build_part(config, 0, config.layers)
     tokens, targets = load_text().batch(0, 2, config.seq_len)
     token_loss(whole(tokens), targets).backward()
-    received, reached = watch(second), watch_backwards(first, second)
+    received = watch(second)
     try:
         crossed = call(gradients_by_hand, first, second, tokens, targets)
     except WrongAnswer as error:
@@ -47,15 +47,15 @@ def backward_in_two_pieces(gradients_by_hand):
         if not re.search("raised (NameError|UnboundLocalError)", str(error)):
             if received and not any(asked for _, asked in received):
                 return DOES_NOT_ASK
-            if was_not_cut(received, reached):
+            if was_not_cut(received):
                 return NOT_CUT
         if "log_softmax" in str(error):
             return f"{error}; the scores come first, as in token_loss(scores, targets)"
         if "grad can be implicitly created" in str(error):
             return NO_GRADIENT
         raise
-    complaint = complaint_of_cut(received, reached, crossed)
-    if complaint := complaint or complaint_of_missing(first, second, crossed):
+    complaint = complaint_of_cut(received, crossed) or complaint_of_missing(first, second, crossed)
+    if complaint:
         return complaint
 
     wanted = dict(whole.named_parameters())
@@ -77,39 +77,24 @@ def backward_in_two_pieces(gradients_by_hand):
 def watch(stage):
     """A list that gets (tensor, whether it asks for a gradient) in each forward of `stage`.
 
-    The reader may call the stage or its method `forward`.
+    Its first layer gets the very tensor, however the reader calls the stage.
     """
     import torch
 
-    received, forward = [], stage.forward
+    received = []
 
-    def watched(*arguments, **more):
-        tensor = next(iter([*arguments, *more.values()]), None)
-        is_activation = torch.is_tensor(tensor) and tensor.is_floating_point()
-        if is_activation and torch.is_grad_enabled():  # an input under no_grad crosses no cut
+    def look(layer, arguments):
+        (tensor, *_) = arguments
+        if tensor.is_floating_point() and torch.is_grad_enabled():  # none crosses under no_grad
             received.append((tensor, tensor.requires_grad))
             if tensor.requires_grad:
                 tensor.retain_grad()  # shows whether a backward goes on into the first stage
-        return forward(*arguments, **more)
 
-    stage.forward = watched
+    next(iter(stage.layers.values())).register_forward_pre_hook(look)
     return received
 
 
-def watch_backwards(*stages):
-    """For each stage a set that gets the number of each backward that reaches a weight of it."""
-    import torch
-
-    reached = [set() for _ in stages]
-    for stage, numbers in zip(stages, reached):
-        for weight in stage.parameters():
-            weight.register_hook(
-                lambda _, numbers=numbers: numbers.add(torch._C._current_graph_task_id())
-            )
-    return reached
-
-
-def complaint_of_cut(received, reached, crossed):
+def complaint_of_cut(received, crossed):
     """The sentence on an input of the second stage that is not the tensor `crossed`; or None."""
     if not received:
         return "the second stage was not called: second(received) gives its scores"
@@ -121,17 +106,13 @@ def complaint_of_cut(received, reached, crossed):
         )
     if not any(asks):
         return DOES_NOT_ASK
-    if was_not_cut(received, reached):
+    if was_not_cut(received):
         return NOT_CUT
 
 
-def was_not_cut(received, reached):
-    """Whether a backward went on from the second stage into what the first stage made.
-
-    One that reached weights of both stages did, however the stages were called.
-    """
-    went_on = any(not tensor.is_leaf and tensor.grad is not None for tensor, _ in received)
-    return went_on or bool(set.intersection(*reached))
+def was_not_cut(received):
+    """Whether a backward went on from the second stage into what the first stage made."""
+    return any(not tensor.is_leaf and tensor.grad is not None for tensor, _ in received)
 
 
 def complaint_of_missing(first, second, crossed):

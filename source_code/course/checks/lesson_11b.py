@@ -36,9 +36,7 @@ def wrong_decoding(decode, ranks, groups, count):
         if ours is None:
             return f"the texts have no group {group}"
         if ours != right:
-            told = tell_difference(group, ours, right)
-            alike = isinstance(ours, list) and len(ours) == len(right)
-            return (wrong_forwards(reports, groups * count) if alike else None) or told
+            return wrong_forwards(reports, groups * count) or tell_difference(group, ours, right)
     most = max(under_way(did), default=0)
     if most < groups:
         return (

@@ -31,7 +31,7 @@ def main(request, decode):
 def numbers_in(tokens):
     """The tokens as a list of int, from any sequence; anything else is returned as it is."""
     try:
-        return [int(token) for token in tokens]
+        return [int(token) if not isinstance(token, str) else token for token in tokens]
     except (TypeError, ValueError):
         return tokens
 
