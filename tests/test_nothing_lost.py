@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import grade_submissions
 import make_submission
@@ -19,6 +20,7 @@ from saved_models import save_library_model
 from course.failed_run import RunFailed
 from course.launch import ROOT
 from extensions.pretraining.token_writer import check_folder
+from extensions.real_models import saved_output
 from files import outputs
 from files.claims import LOCK, ClaimError, NewFolder, lock_folder
 from files.inputs import InputError
@@ -64,6 +66,32 @@ def test_who_gives_up_removes_what_is_theirs_and_nothing_else(tmp_path):
     (made / "somebody's").touch()
     claimed.give_up()
     assert [path.name for path in made.iterdir()] == ["somebody's"]
+
+
+def test_a_link_in_the_place_of_a_claimed_folder_leads_to_no_loss_elsewhere(tmp_path, capsys):
+    new, other = tmp_path / "new", tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("of another training")
+    running = lock_folder("--save", other)[0]
+    for end in ("release", "give_up", "save"):
+        claimed = NewFolder("--save", new)
+        shutil.rmtree(new)
+        new.symlink_to(other)
+        assert claimed.is_exchanged()
+        if end == "release":
+            claimed.release()
+        if end == "give_up":
+            claimed.give_up(["config.json"])
+        if end == "save":
+            job = SimpleNamespace(rank=0, num_ranks=1)
+            saved_output.save_trained(
+                SimpleNamespace(claimed=claimed), job, {}, "--save", new, None
+            )
+            assert "another folder has this name" in capsys.readouterr().err
+            assert saved_output.not_written.pop() == "--save"
+        assert sorted(os.listdir(other)) == ["config.json", LOCK]
+        new.unlink()
+    running.close()
 
 
 @pytest.mark.parametrize("end", ["release", "give_up"])

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import prepare_data
@@ -16,6 +17,7 @@ from cluster import LOCAL_CLUSTER, ROOT
 from course import launch, progress
 from course.failed_run import RunFailed
 from extensions.checkpointing import checkpoint_folder
+from extensions.checkpointing.checkpoint import CheckpointError, Checkpoints
 from extensions.pretraining import metrics
 from extensions.pretraining.metrics import open_in_place
 from extensions.real_models.saved_output import copy_beside
@@ -275,6 +277,11 @@ def test_another_users_link_leads_no_training_to_checkpoints_elsewhere(everybody
     if link == "saved/run-0001":  # a link that comes while the training runs
         with pytest.raises(PermissionError, match="a link of another user"):
             checkpoint_folder.begin_writing(everybodys / "saved", "run-0001", 2)
+    held = checkpoint_folder.claim(everybodys)  # not that of the link, as after an exchange
+    saving = SimpleNamespace(claim=held, folder=everybodys / link)
+    with pytest.raises(CheckpointError, match="a link of another user"):
+        Checkpoints.begin_writing(saving, 2)
+    held.close()
     for steps in 1, 2:
         with pytest.raises(RunFailed) as refused:
             words = f"{train} {everybodys}/saved {flags} {steps}"

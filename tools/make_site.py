@@ -49,6 +49,7 @@ from pipeline.command_line import Parser  # noqa: E402
 SITE = ROOT / "build" / "site"
 PAGES = (".md", ".ipynb")  # what becomes a page; other files are shown as they are
 PICTURES = (".svg", ".png")
+OF_A_HOST = ".git", ".nojekyll", "CNAME"  # what a published site has beside its pages
 SETS_UP = r"(import|from) .*^warm_up\("  # the first cell of a lesson, without a picture
 # What formulas.py, nbconvert and the cells that show an explorer raise for content they cannot show.
 NOT_SHOWN = (
@@ -107,7 +108,7 @@ def make(arguments, site):
         lives = not missing and not arguments.static
         course = read_course(Path(os.path.realpath(arguments.of)), lives, arguments.address, site)
         write_pages(made, course)
-        replace_content(site, made, keep=[Path(folder).name, LOCK])
+        replace_content(site, made, keep=[Path(folder).name, LOCK, *OF_A_HOST])
     kind = "run in the pages" if course.lives else "are pictures and text"
     print(
         f"{os.path.relpath(site)}/index.html: {len(lessons_of(course))} lessons, "

@@ -39,9 +39,14 @@ class NewFolder:
             unlock_folder(self.lock, self.folder)
             self.lock = None
 
+    def is_exchanged(self):
+        """Return whether another folder, with something in it, has this one's name by now."""
+        there = not is_in_place(self.lock, self.folder) and self.folder.is_dir()
+        return there and bool(content_of(self.folder))
+
     def give_up(self, names=()):
         """Remove the files `names` that this job has made, and its folder if nothing else is in it."""
-        if self.lock is None:
+        if self.lock is None or self.is_exchanged():
             return
         for name in names:
             with suppress(OSError):
@@ -103,10 +108,12 @@ def lock_folder(flag, folder):
 
 def unlock_folder(lock, folder):
     """Remove and close the open file of a claim."""
+    held = is_in_place(lock, folder)  # else it is another job's, in a folder that was exchanged
     if os.name == "nt":  # where an open file cannot be removed
         lock.close()
     with suppress(OSError):  # if it cannot be removed, another user has replaced it
-        (Path(folder) / LOCK).unlink()
+        if held:
+            (Path(folder) / LOCK).unlink()
     lock.close()
 
 

@@ -66,6 +66,11 @@ def place_of(path):
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
+def is_link_of_another(path):
+    """Return whether a path is another user's link, also in a folder that belongs to that user."""
+    return os.path.islink(path) and os.lstat(path).st_uid != os.geteuid()
+
+
 def others_may_write(folder):
     """Return whether other users may make files in a folder; on Windows its mode does not say."""
     return os.name != "nt" and bool(os.stat(folder).st_mode & (stat.S_IWOTH | stat.S_IWGRP))

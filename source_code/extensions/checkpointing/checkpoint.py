@@ -40,7 +40,7 @@ from extensions.checkpointing.checkpoint_reader import (
     reject_other_weights,
 )
 from files.claims import is_in_place
-from files.outputs import sentence_of
+from files.outputs import is_link_of_another, sentence_of
 
 
 @dataclass
@@ -337,6 +337,8 @@ class Checkpoints:
     def begin_writing(self, step):
         """Make the temporary folder; if somebody has removed the whole folder, claim it anew first."""
         if not is_in_place(self.claim, self.folder):
+            if is_link_of_another(self.folder):
+                raise CheckpointError(f"{self.folder} has become a link of another user")
             lost, self.claim = self.claim, claim(self.folder)
             lost.close()
             self.run = run_to_write(self.folder, None, False)  # another job may have saved there

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from files.claims import ClaimError, lock_folder
 from files.inputs import MEBIBYTE, InputError, is_count, open_input, read_json, read_text
-from files.outputs import place_of, replace_file, to_json
+from files.outputs import is_link_of_another, place_of, replace_file, to_json
 
 DESCRIPTION = "checkpoint.json"
 PLAIN = "configuration", "rate", "progress"  # what a training's state has beside tensors
@@ -109,7 +109,7 @@ def reject_foreign_link(folder, run):
     """
     place = Path(folder) / run
     place_of(place / "any")
-    if run and os.path.islink(place) and os.lstat(place).st_uid != os.geteuid():
+    if run and is_link_of_another(place):
         raise OSError(errno.EACCES, "it is a link of another user", str(place))
 
 

@@ -55,11 +55,18 @@ def save_trained(arguments, job, stages, flag, folder, beside):
 
     `arguments` are those of a training run, with `saved`. The others are those of `save_model`.
     """
+    claimed = arguments.claimed  # None on other ranks
+    if share(job, claimed is not None and claimed.is_exchanged()):
+        not_written.append(flag)
+        if job.rank == 0:
+            said = f"{flag} {folder}: another folder has this name by now; nothing is saved"
+            print(said, file=sys.stderr, flush=True)
+        return
     saved, parts = arguments.saved, [stage.part for stage in stages.values()]
     config = config_in(saved.config, arguments.torch_dtype)
     written = save_model(job, flag, folder, config, parts, saved.settings, beside)
-    if arguments.claimed:
-        (arguments.claimed.release if written else arguments.claimed.give_up)()
+    if claimed:
+        (claimed.release if written else claimed.give_up)()
 
 
 def save_model(job, flag, folder, config, parts, settings, beside=None):
