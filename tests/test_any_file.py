@@ -638,6 +638,8 @@ def test_a_new_site_takes_the_place_of_an_older_one_without_a_copy(tmp_path, mon
     )):  # fmt: skip
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text("older")
+    (site / ".git").mkdir()
+    (site / "CNAME").write_text("of its host")
 
     def write_pages(made, course):
         assert (site / "index.html").read_text() == "older", "it stays until the new one is whole"
@@ -650,7 +652,7 @@ def test_a_new_site_takes_the_place_of_an_older_one_without_a_copy(tmp_path, mon
     monkeypatch.setattr(make_site, "write_pages", write_pages)
     monkeypatch.setattr(sys, "argv", ["make_site.py", "--static", "--into", str(site)])
     assert inspect.unwrap(make_site.main)() == 0
-    assert sorted(os.listdir(site)) == ["index.html", make_site.SCRIPTS]
+    assert sorted(os.listdir(site)) == [".git", "CNAME", "index.html", make_site.SCRIPTS]
     assert (site / "index.html").read_text() == "newer"
 
 
