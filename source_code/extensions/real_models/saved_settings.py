@@ -64,6 +64,17 @@ def check_family(path, saved):
             f"{path}: the hidden_act is {str(saved['hidden_act'])[:40]}, and not silu; change "
             "FeedForward in a copy of the script"
         )
+    check_attention(path, family, saved)
+    for key in ("transformers_weights", "attribute_map"):
+        if saved.get(key):
+            raise InputError(
+                f"{path}: {key} is {shown(saved[key])}, which would make another model of these files; "
+                "take it out in a copy of the folder"
+            )
+
+
+def check_attention(path, family, saved):
+    """Raise InputError for attention other than from each position to all before it."""
     if family in ("qwen2", "qwen3") and saved.get("use_sliding_window"):
         raise InputError(
             f"{path}: use_sliding_window is set to {shown(saved['use_sliding_window'])}, and the "
@@ -76,18 +87,9 @@ def check_family(path, saved):
             "attention has none; for sequences no longer than that, set it to null in a copy of the "
             "folder"
         )
-    for key in ("transformers_weights", "attribute_map"):
-        if saved.get(key):
-            raise InputError(
-                f"{path}: {key} is {shown(saved[key])}, which would make another model of these files; "
-                "take it out in a copy of the folder"
-            )
-    layers = saved.get("layer_types") or []
-    other = (
-        [each for each in layers if each != "full_attention"]
-        if isinstance(layers, list)
-        else layers
-    )
+    other = saved.get("layer_types") or []
+    if isinstance(other, list):
+        other = [each for each in other if each != "full_attention"]
     if other:
         raise InputError(
             f"{path}: layer_types has {shown(other)}, and each layer of the course has "
