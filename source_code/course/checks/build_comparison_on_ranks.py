@@ -43,9 +43,8 @@ def main(_, difference):
     gradients = gradients_of_both()  # first, since the reader's function may leave a rank waiting
     for number, (case, (wrong_ranks, change)) in enumerate(WRONG.items()):
         found, right = gradients[number]
-        if (
-            dist.get_rank() == number % dist.get_world_size()
-        ):  # so each rank has the model's largest in some case
+        # Each rank has the model's largest in some case.
+        if dist.get_rank() == number % dist.get_world_size():
             found, right = [10 * t for t in found], [10 * t for t in right]
         # The other ranks differ by exactly zero: the reader's function must not return early there.
         given = change(found) if dist.get_rank() in wrong_ranks else right

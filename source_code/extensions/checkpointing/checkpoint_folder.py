@@ -105,7 +105,7 @@ def entries_of(folder, run=""):
 def reject_foreign_link(folder, run):
     """Raise OSError if a link of another user leads to checkpoints elsewhere.
 
-    Of the folder of a run that holds even where that user owns the folder above it.
+    A run's folder may not be such a link even if that user owns the folder above it.
     """
     place = Path(folder) / run
     place_of(place / "any")
