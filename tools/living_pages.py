@@ -167,9 +167,14 @@ def check_runs_in_a_browser(lesson, function):
     if f"course.checks.{lesson}" not in modules:
         return False
     tree = ast.parse(modules[f"course.checks.{lesson}"].read_text(encoding="utf-8"))
-    found = [node for node in tree.body if getattr(node, "name", None) == function]
-    within = [each for node in found for each in ast.walk(node)]
-    return bool(found) and all(is_for_a_page(node) for node in within if is_import(node))
+    named = {node.name: node for node in tree.body if hasattr(node, "name")}
+    within, reached = [], [function]  # with all that it uses of its own module
+    for name in reached:
+        nodes = list(ast.walk(named[name])) if name in named else []
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        reached += [each for each in named if each in used and each not in reached]
+        within += nodes
+    return bool(within) and all(is_for_a_page(node) for node in within if is_import(node))
 
 
 def imports_for_a_page(source):

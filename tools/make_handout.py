@@ -147,7 +147,7 @@ def check_is_copy(folder):
     has_history = (folder / ".git").is_dir()
     if folder.is_symlink() or (os.listdir(folder) and not has_history):
         sys.exit(f"make_handout.py: {folder} is not an older copy of the course; move it away")
-    said = git(folder, "status", "--porcelain", "--ignored") if has_history else ""
+    said = git(folder, "status", "--porcelain", "--ignored=matching") if has_history else ""
     for line in said.splitlines():
         # It differs from what was to be committed here last, or is ignored and no cache.
         if line[1] != " " and not re.search(CACHES, line):
