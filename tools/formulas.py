@@ -6,7 +6,7 @@ from latex2mathml import exceptions
 from latex2mathml.converter import convert
 
 PART = r"\([^()\n]{1,12} [−+] [^()\n]{1,12}\)"  # as in (p − 1)
-# What latex2mathml raises for a text that is no whole formula; its own errors have no common class.
+# What latex2mathml raises for an incomplete formula; its own errors share no base class.
 NOT_WHOLE = (
     *(each for each in vars(exceptions).values() if isinstance(each, type)),
     LookupError, RecursionError, StopIteration, ValueError,
@@ -15,14 +15,14 @@ IN_A_LINE = rf"{PART}(?:/(?:{PART}|\(\S+\)|\w+))?|\b\w{{1,3}}(?: [−+·] \w{{1,
 
 
 class FormulaError(ValueError):
-    """A text between double dollars is no whole formula."""
+    """The text between double dollars is not a complete formula."""
 
 
 def with_formulas(markdown):
     """`markdown` with each formula as MathML, which browsers draw without a library.
 
     A formula within a line of text, such as p − 1 or (p − 1)/(m + p − 1), is not broken at its spaces.
-    Raises FormulaError for one that is not whole.
+    Raises FormulaError for an incomplete one.
     """
     markdown = re.sub(IN_A_LINE, lambda m: m[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown)
     return re.sub(r"\$\$(.+?)\$\$", mathml_of, markdown, flags=re.S)

@@ -244,7 +244,7 @@ def write_pages(site, course):
 
 
 def bodies_of(exporter, course):
-    """{file: the HTML of its page}. A file that cannot be shown is named, and is no part of the course."""
+    """Return {file: the HTML of its page}; name each file that cannot be shown, and leave it out."""
     bodies = {}
     for file in [file for file in course.files if file.suffix not in PICTURES]:
         try:

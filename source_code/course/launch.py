@@ -172,7 +172,7 @@ def _is_away():
 
 
 def _value_of(flag, flags):
-    """The value of a flag, which a space or = separates from it, as the script will read it."""
+    """Return a flag's value, written as FLAG VALUE or FLAG=VALUE, or None."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag, dest="value", nargs="?")
     return parser.parse_known_args(flags)[0].value

@@ -40,7 +40,7 @@ class NewFolder:
             self.lock = None
 
     def is_exchanged(self):
-        """Return whether another folder, with something in it, has this one's name by now."""
+        """Return whether another folder now has this name, and something is in it."""
         there = not is_in_place(self.lock, self.folder) and self.folder.is_dir()
         return there and bool(content_of(self.folder))
 

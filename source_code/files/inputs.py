@@ -119,7 +119,7 @@ def reject_constant(constant):
 
 
 def shown(value):
-    """Return a value from JSON as its file has it, cut short; it says of a text that it is in quotes."""
+    """Return a value as JSON, cut short; for a text, also say that it is in quotes."""
     text = json.dumps(value)[:40]
     return f"{text} in quotes" if isinstance(value, str) else text
 

@@ -144,9 +144,8 @@ class SavedPart(ModelPart):
         super().__init__(settings, first, last)
         self.layers = nn.ModuleDict({str(i): SavedLayer(settings) for i in range(first, last)})
         if self.is_first and settings.padding >= 0:
-            self.embedding.padding_idx = (
-                settings.padding
-            )  # its row gets no gradient, as in transformers
+            # As in transformers, its row gets no gradient.
+            self.embedding.padding_idx = settings.padding
         if self.is_last:
             self.norm = NormInFloat32(settings.dim, settings.epsilon)
 
