@@ -333,6 +333,11 @@ def of_three_columns(deferred):
         weight.grad[:, column] += torch.einsum("blo,bl->o", gradient, inputs[..., column])
 
 
+def of_five_positions(deferred):
+    weight, inputs, gradient = deferred.pop()
+    weight.grad += sum(gradient[:, at].T @ inputs[:, at] for at in range(5))
+
+
 def doubling_g(gradient, inputs, weight, deferred):
     deferred.append((weight, inputs, gradient))
     return gradient.mul_(2) @ weight / 2
@@ -440,6 +445,10 @@ def into_the_first_weight():
         ),
         (
             (input_half, of_three_columns),
+            "with 5 numbers in x and 2 in g: that is not the gradient of A",
+        ),
+        (
+            (input_half, of_five_positions),
             "with 5 numbers in x and 2 in g: that is not the gradient of A",
         ),
         ((input_half, weight_half), "Right: "),
