@@ -338,6 +338,11 @@ def of_five_positions(deferred):
     weight.grad += sum(gradient[:, at].T @ inputs[:, at] for at in range(5))
 
 
+def of_positions_by_width(deferred):
+    weight, inputs, gradient = deferred.pop()
+    weight.grad += sum(gradient[:, at].T @ inputs[:, at] for at in range(inputs.shape[2] + 2))
+
+
 def doubling_g(gradient, inputs, weight, deferred):
     deferred.append((weight, inputs, gradient))
     return gradient.mul_(2) @ weight / 2
@@ -449,7 +454,7 @@ def into_the_first_weight():
         ),
         (
             (input_half, of_five_positions),
-            "with 5 numbers in x and 2 in g: that is not the gradient of A",
+            "weight_half raised IndexError",
         ),
         ((input_half, weight_half), "Right: "),
         ((input_half, one_entry), "Right: "),
@@ -457,6 +462,7 @@ def into_the_first_weight():
         ((input_half, lambda deferred: deferred.pop()), "adds nothing to weight.grad"),
         ((input_half, added_to_what_is_there), "whose .grad is None, as after zero_grad"),
         ((input_half, into_the_first_weight()), "whose .grad is None, as after zero_grad"),
+        ((input_half, of_positions_by_width), "weight_half raised IndexError"),
     ],
 )
 def test_split_backward_explains(halves, sentence, capsys):
