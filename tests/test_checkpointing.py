@@ -564,18 +564,40 @@ def test_a_folder_that_is_removed_while_a_training_runs_is_claimed_anew(tmp_path
     folder = tmp_path / "outer" / "saved"
     folder.parent.mkdir()
     ours = checkpoint.Checkpoints(SimpleNamespace(rank=0), folder, "run-0001")
-    ours.claim = checkpoint_folder.claim(folder)
+    ours.claim_folder()
     assert ours.begin_writing(1).parent.name == "run-0001"
     shutil.rmtree(folder.parent)
     assert ours.begin_writing(2).parent.parent == folder
     with pytest.raises(checkpoint_folder.CheckpointError, match="another job is saving there"):
         checkpoint_folder.claim(folder)
-    shutil.rmtree(folder)
+    (folder / "lock").unlink()
     with checkpoint_folder.claim(folder):
         with pytest.raises(checkpoint_folder.CheckpointError, match="another job is saving there"):
             ours.begin_writing(3)
-        (folder / "run-0001").mkdir()  # of the other job
-    assert ours.begin_writing(4).parent.name == "run-0002"
+    assert ours.begin_writing(4).parent.name == "run-0002"  # the other job may have saved
+
+
+@pytest.mark.parametrize("by_link", [False, True])
+def test_a_training_does_not_save_into_another_folder_that_has_got_the_name(tmp_path, by_link):
+    outer, other = tmp_path / "outer", tmp_path / "other" / "saved"
+    outer.mkdir()
+    (other / "run-0001").mkdir(parents=True)
+    (other / "latest").write_text("run-0001/step-00000009\n")
+    ours = checkpoint.Checkpoints(SimpleNamespace(rank=0), outer / "saved", "run-0001")
+    ours.claim_folder()
+    assert ours.begin_writing(1).is_dir()
+    if by_link:  # of the folder above it
+        outer.rename(tmp_path / "moved")
+        outer.symlink_to(other.parent)
+    else:
+        (outer / "saved").rename(outer / "moved")
+        other.rename(outer / "saved")
+    with pytest.raises(checkpoint_folder.CheckpointError, match="another folder has the name"):
+        ours.begin_writing(2)
+    assert os.listdir(outer / "saved" / "run-0001") == []
+    (outer / "saved" / "latest").unlink()
+    (outer / "saved" / "run-0001").rmdir()
+    assert ours.begin_writing(3).is_dir()  # an empty folder is anybody's
 
 
 def test_latest_moves_after_the_checkpoint_has_its_name_and_before_an_older_one_goes(tmp_path):

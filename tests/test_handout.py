@@ -256,7 +256,11 @@ def test_what_someone_has_changed_in_an_older_copy_is_not_lost(tmp_path):
         file.write_text("mine")
         with pytest.raises(SystemExit, match=f"{file.name} in .* was changed there"):
             make_handout.check_is_copy(tmp_path)
-        make_handout.git(tmp_path, "add", file.name)  # as if the commit had failed
+        make_handout.git(tmp_path, "add", file.name)  # and not committed
+        with pytest.raises(SystemExit, match=f"{file.name} in .* was changed there"):
+            make_handout.check_is_copy(tmp_path)
+        make_handout.git(tmp_path, "config", "status.showUntrackedFiles", "no")
+        make_handout.git(tmp_path, "commit", "--quiet", "--message", "Mine")
         make_handout.check_is_copy(tmp_path)
     (tmp_path / ".gitignore").write_text("build/\n__pycache__/\n")
     make_handout.commit(tmp_path)

@@ -213,8 +213,12 @@ def test_no_link_in_a_folder_of_others_leads_an_output_to_a_file_of_ours(everybo
             write_whole(name, "lost")
         with pytest.raises(PermissionError, match="a link in a folder of others"):
             open_in_place(name, "w")
+    everybodys.chmod(0o755)
+    os.chown(everybodys, OTHER, OTHER)  # who alone may write here, and could exchange the link
+    with pytest.raises(PermissionError, match="a link in a folder of others"):
+        write_whole(to_it, "lost")
     assert precious.read_text() == "kept"
-    everybodys.chmod(0o755)  # who may write here is known
+    os.chown(everybodys, 0, 0)
     write_whole(to_it, "ours")
     assert can_be_written(out) and out.is_symlink() and to_it.is_symlink()
     assert precious.read_text() == "ours"
@@ -278,8 +282,8 @@ def test_another_users_link_leads_no_training_to_checkpoints_elsewhere(everybody
         with pytest.raises(PermissionError, match="a link of another user"):
             checkpoint_folder.begin_writing(everybodys / "saved", "run-0001", 2)
     held = checkpoint_folder.claim(everybodys)  # not that of the link, as after an exchange
-    saving = SimpleNamespace(claim=held, folder=everybodys / link)
-    with pytest.raises(CheckpointError, match="a link of another user"):
+    saving = SimpleNamespace(claim=held, claimed=os.stat(everybodys), folder=everybodys / link)
+    with pytest.raises(CheckpointError, match="another folder has the name"):
         Checkpoints.begin_writing(saving, 2)
     held.close()
     for steps in 1, 2:

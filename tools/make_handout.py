@@ -66,6 +66,8 @@ exec(compile(zlib.decompress(base64.b64decode(PACKED)), __file__, "exec"))
 REPOSITORY = "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR"
 LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s\0\ud800-\udfff]*)(?:#[^)]*)?\)"
 CACHES = r"^!! .*(__pycache__|\.ipynb_checkpoints|\.pytest_cache|\.ruff_cache)/\"?$"
+# All that is not committed, whatever the user's own settings hide.
+STATUS = "status", "--porcelain", "--ignored=matching", "--untracked-files=normal"
 # With the end of the line only if it also began the line: otherwise two lines would become one.
 COURSE_ONLY = r"^<!-- course only -->.*?<!-- end -->\n?|<!-- course only -->.*?<!-- end -->"
 
@@ -147,10 +149,9 @@ def check_is_copy(folder):
     has_history = (folder / ".git").is_dir()
     if folder.is_symlink() or (os.listdir(folder) and not has_history):
         sys.exit(f"make_handout.py: {folder} is not an older copy of the course; move it away")
-    said = git(folder, "status", "--porcelain", "--ignored=matching") if has_history else ""
+    said = git(folder, *STATUS) if has_history else ""
     for line in said.splitlines():
-        # It differs from what was to be committed here last, or is ignored and no cache.
-        if line[1] != " " and not re.search(CACHES, line):
+        if not re.search(CACHES, line):
             sys.exit(
                 f"make_handout.py: {line[3:]} in {folder} was changed there, and would be lost; commit "
                 "it there, or move the folder away"

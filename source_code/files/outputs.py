@@ -54,7 +54,7 @@ def place_of(path):
     path = Path(path)
     for folder in path.absolute().parents:
         if os.path.islink(folder) and others_may_write(folder.parent):
-            if os.lstat(folder).st_uid not in (os.geteuid(), folder.parent.stat().st_uid):
+            if os.lstat(folder).st_uid not in (os.geteuid(), 0, folder.parent.stat().st_uid):
                 raise OSError(errno.EACCES, "it is a link of another user", str(folder))
     for _ in range(MOST_LINKS):
         path = Path(os.path.realpath(path.parent)) / path.name
@@ -72,8 +72,13 @@ def is_link_of_another(path):
 
 
 def others_may_write(folder):
-    """Return whether other users may make files in a folder; on Windows its mode does not say."""
-    return os.name != "nt" and bool(os.stat(folder).st_mode & (stat.S_IWOTH | stat.S_IWGRP))
+    """Return whether users other than root may make files in a folder, by its owner and its mode.
+
+    On Windows neither says it, and the answer is no.
+    """
+    found = os.stat(folder)
+    by_mode = found.st_mode & (stat.S_IWOTH | stat.S_IWGRP)
+    return os.name != "nt" and bool(by_mode or found.st_uid not in (os.geteuid(), 0))
 
 
 def new_file_beside(path):

@@ -9,6 +9,7 @@ checkpoint_folder.py describes how a checkpoint becomes visible all at once.
 A foreign checkpoint may hold wrong weights, but checkpoint_reader.py never runs code from it.
 """
 
+import os
 import shutil
 import sys
 import time
@@ -39,8 +40,8 @@ from extensions.checkpointing.checkpoint_reader import (
     reason_of,
     reject_other_weights,
 )
-from files.claims import is_in_place
-from files.outputs import is_link_of_another, sentence_of
+from files.claims import content_of, is_in_place
+from files.outputs import sentence_of
 
 
 @dataclass
@@ -233,7 +234,7 @@ class Checkpoints:
         self.pending = None  # the save in the background
         self.problem = None
         self.newest = begin.path if begin else None
-        self.claim = None
+        self.claim = self.claimed = None
 
     def prepare(self):
         """Claim the folder, remove leftovers of crashes, check every byte of `begin`.
@@ -247,7 +248,7 @@ class Checkpoints:
         problem = None
         try:
             if self.job.rank == 0:
-                self.claim = claim(self.folder)
+                self.claim_folder()
                 check_unchanged(self.folder, self.run, self.begin)
                 remove_leftovers(self.folder)
             if self.begin:
@@ -337,12 +338,18 @@ class Checkpoints:
     def begin_writing(self, step):
         """Make the temporary folder; if somebody has removed the whole folder, claim it anew first."""
         if not is_in_place(self.claim, self.folder):
-            if is_link_of_another(self.folder):
-                raise CheckpointError(f"{self.folder} has become a link of another user")
-            lost, self.claim = self.claim, claim(self.folder)
+            if self.folder.is_dir() and content_of(self.folder):
+                if not os.path.samestat(os.stat(self.folder), self.claimed):
+                    raise CheckpointError(f"another folder has the name {self.folder} by now")
+            lost = self.claim
+            self.claim_folder()
             lost.close()
             self.run = run_to_write(self.folder, None, False)  # another job may have saved there
         return begin_writing(self.folder, self.run, step)
+
+    def claim_folder(self):
+        """Claim the folder for this job, and note which one it is, whatever its name becomes."""
+        self.claim, self.claimed = claim(self.folder), os.stat(self.folder)
 
     def write_files(self, state, temporary):
         """Write and sync this rank's tensors. Returns size and checksum of all ranks' files."""
