@@ -36,6 +36,7 @@ PIECE = MEBIBYTE  # letters of text that are encoded at a time
 LARGEST_DOCUMENT = 64 * MEBIBYTE
 LONGEST_WORD = 1000  # letters; the time of a training grows with the square of a word's length
 SEPARATOR = "\n\n"
+LINES = ".jsonl"
 FIELD = "text"
 
 
@@ -62,13 +63,13 @@ def main():
 def prepare(arguments):
     """Write the folder, or leave nothing of it behind, and say what is in it."""
     arguments.paths, out = files_of(arguments.data or []), Path(arguments.out)
-    lines = arguments.dataset or any(path.suffix == ".jsonl" for path in arguments.paths)
+    lines = arguments.dataset or any(kind_of(path) == LINES for path in arguments.paths)
     if arguments.field != FIELD and not lines:
         raise SystemExit("--field has no effect without JSON lines (.jsonl); leave it out")
     check_new_folder("--out", out)
     claimed, writers = NewFolder("--out", out), {}
     try:
-        said = encode_all(arguments, out, writers)
+        said = encode_all(arguments, claimed, writers)
     except BaseException:  # an interrupt, too
         made = [name for writer in writers.values() for name in writer.made]
         claimed.give_up([*made, TOKENIZER, TOKENS_FILE] if writers else [])
@@ -77,12 +78,13 @@ def prepare(arguments):
     print(said)
 
 
-def encode_all(arguments, out, writers):
+def encode_all(arguments, claimed, writers):
     """Encode every document of every file, with a writer for each part. Returns what to print."""
+    out = claimed.folder
     tokenizer = choose_tokenizer(arguments)
     num_tokens = numbers_of(tokenizer)
     width = next(width for width, most in MOST_TOKENS.items() if num_tokens <= most)
-    writers |= {part: TokenWriter(out, part, width) for part in TOKEN_PARTS}
+    writers |= {part: TokenWriter(claimed, part, width) for part in TOKEN_PARTS}
     held_out_bytes = documents = 0
     for documents, document in enumerate(documents_in(arguments), 1):
         part = "held_out" if documents % arguments.hold_out == 0 else "training"
@@ -121,7 +123,7 @@ def files_of(names):
         found = [name]
         if os.path.isdir(name):
             try:
-                found = sorted(each for each in name.iterdir() if each.suffix in (".txt", ".jsonl"))
+                found = sorted(each for each in name.iterdir() if kind_of(each) in (".txt", LINES))
             except OSError as error:
                 raise InputError(f"{name} cannot be read ({error.strerror})") from None
             if not found:
@@ -136,6 +138,10 @@ def files_of(names):
             "the held-out part has documents of the training part"
         )
     return paths
+
+
+def kind_of(path):
+    return path.suffix.lower()
 
 
 def choose_tokenizer(arguments):
@@ -174,7 +180,7 @@ def documents_in(arguments):
     if arguments.dataset:
         yield from documents_of_dataset(arguments.dataset, arguments.characters)
     for path in arguments.paths:
-        if path.suffix == ".jsonl":
+        if kind_of(path) == LINES:
             yield from documents_of_lines(path, arguments.field)
         else:
             yield from documents_of_text(path)

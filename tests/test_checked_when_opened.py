@@ -33,6 +33,7 @@ from extensions.real_models import saved_output
 from extensions.real_models.saved_folder import find_tensors, read_model
 from extensions.real_models.saved_settings import read_settings
 from extensions.real_models.tensor_files import stored_tensors
+from files.claims import NewFolder
 from files.inputs import InputError, is_file_name, open_input, read_as_it_is, read_bytes
 from guard import around_main
 from guard.one_sentence import in_one_sentence
@@ -44,13 +45,14 @@ from pipeline.data import load_text
 def tokens(tmp_path):
     """A function that makes a folder of bytes whose tokens.json says something else, validly."""
     folder = tmp_path / "tokens"
-    folder.mkdir()
-    writers = {part: TokenWriter(folder, part, 2) for part in token_files.TOKEN_PARTS}
+    claimed = NewFolder("--out", folder)
+    writers = {part: TokenWriter(claimed, part, 2) for part in token_files.TOKEN_PARTS}
     for writer in writers.values():
         writer.write(list(range(200)))
         writer.end_document()
         writer.close()
     description = write_tokens_file(folder, writers, 2, 256, 1.0, False)
+    claimed.release()
 
     def change(**changes):
         said = json.loads(json.dumps({**description, **changes}))

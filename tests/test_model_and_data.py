@@ -421,6 +421,13 @@ def test_braces_and_letters_of_several_bytes_are_text(text, tmp_path):
     assert load_text(path, seq_len=8).batch(0, 2, 8)[0].shape == (2, 8)
 
 
+def test_the_mark_of_an_encoding_is_not_learnt(tmp_path):
+    path = tmp_path / "of_windows.txt"
+    path.write_text("ab" * 300, encoding="utf-8-sig")
+    text = load_text(path, seq_len=8)
+    assert text.training[:2].tolist() == list(b"ab") and len(text.training) == 540
+
+
 def test_a_text_of_one_byte_less_than_10_sequences_is_refused_and_one_of_10_is_not(tmp_path):
     path = tmp_path / "short.txt"
     path.write_bytes(b"x" * 329)

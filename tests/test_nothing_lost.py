@@ -153,6 +153,30 @@ def test_prepare_data_that_fails_leaves_what_is_not_its_own(tmp_path, monkeypatc
     assert [path.name for path in out.iterdir()] == ["notes"]
 
 
+def test_tokens_are_not_finished_in_another_folder_that_gets_the_name(
+    tmp_path, monkeypatch, capsys
+):
+    out, other = tmp_path / "tokens", tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_text("somebody's")
+    end = prepare_data.TokenWriter.end_document
+
+    def exchange(writer):
+        if other.exists():
+            out.rename(tmp_path / "moved")
+            other.rename(out)
+        return end(writer)
+
+    monkeypatch.setattr(prepare_data.TokenWriter, "end_document", exchange)
+    words = "--vocabulary", "300", "--data", DEFAULT_TEXT, "--out", out
+    assert "another folder has this name" in rejected(
+        prepare_data.main, capsys, monkeypatch, *words
+    )
+    assert [(path.name, path.read_text()) for path in out.iterdir()] == [
+        ("tokenizer.json", "somebody's")
+    ]
+
+
 def test_no_tokens_are_made_of_a_text_that_changes_while_it_is_read(tmp_path):
     text = tmp_path / "text"
     text.write_text("one\n\n" * 100_000)

@@ -225,6 +225,16 @@ def test_data_that_is_named_twice_is_all_read_and_a_folder_may_have_a_space(make
     assert command[command.index("--data") + 1] == str(folder)
 
 
+def test_a_folder_gives_its_texts_also_with_endings_in_capitals(make, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.TXT").write_text("one\n\n")
+    (folder / "b.JSONL").write_text('{"text": "two"}\n')
+    (folder / "c.md").write_text("left out\n\n")
+    status, said, _ = make("--data", folder, "--hold-out", 2)
+    assert status == 0 and said.startswith("2 documents: 5 training, 5 held_out tokens")
+
+
 def test_json_lines_may_begin_with_the_mark_of_an_encoding(make, tmp_path):
     (tmp_path / "of_windows.jsonl").write_text('\ufeff{"text": "a"}\r\n{"text": "b"}\r\n')
     status, said, _ = make("--data", tmp_path / "of_windows.jsonl", "--hold-out", 2)

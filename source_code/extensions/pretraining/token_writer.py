@@ -19,6 +19,7 @@ from extensions.pretraining.token_files import (
     place_of_tokens,
     read_tokens_file,
 )
+from files.claims import ClaimError
 from files.inputs import MEBIBYTE, InputError, open_input
 from files.outputs import to_json, write_whole
 
@@ -41,10 +42,13 @@ def check_folder(folder):
 
 
 class TokenWriter:
-    """Writes the two files of one part: its tokens, of `width` bytes, and where documents end."""
+    """Writes the two files of one part: its tokens, of `width` bytes, and where documents end.
 
-    def __init__(self, folder, part, width):
-        self.folder, self.part, self.width = folder, part, width
+    `claimed` is the NewFolder that they lie in. Raises ClaimError if another folder has its name.
+    """
+
+    def __init__(self, claimed, part, width):
+        self.claimed, self.part, self.width = claimed, part, width
         self.made = []  # names of files
         self.entries = {}  # those of tokens.json, by the name of the file
         self.file, self.digest, self.ends, self.total = None, hashlib.sha256(), array("q"), 0
@@ -64,7 +68,11 @@ class TokenWriter:
         self.ends.append(self.total)
 
     def open(self, name):
-        path = place_of_tokens(self.folder, name)
+        path = place_of_tokens(self.claimed.folder, name)
+        if self.claimed.is_exchanged():
+            raise ClaimError(
+                f"--out {path.parent}: another folder has this name by now; name a new one"
+            )
         file = open(path, "xb")
         self.made.append(path.name)
         return file
