@@ -583,7 +583,7 @@ def test_a_training_does_not_save_into_another_folder_that_has_got_the_name(tmp_
     outer.mkdir()
     (other / "run-0001").mkdir(parents=True)
     (other / "latest").write_text("run-0001/step-00000009\n")
-    ours = checkpoint.Checkpoints(SimpleNamespace(rank=0), outer / "saved", "run-0001")
+    ours = checkpoint.Checkpoints(SimpleNamespace(rank=0), str(outer / "saved"), "run-0001")
     ours.claim_folder()
     assert ours.begin_writing(1).is_dir()
     if by_link:  # of the folder above it

@@ -338,7 +338,7 @@ class Checkpoints:
     def begin_writing(self, step):
         """Make the temporary folder; if somebody has removed the whole folder, claim it anew first."""
         if not is_in_place(self.claim, self.folder):
-            if self.folder.is_dir() and content_of(self.folder):
+            if os.path.isdir(self.folder) and content_of(self.folder):
                 if not os.path.samestat(os.stat(self.folder), self.claimed):
                     raise CheckpointError(f"another folder has the name {self.folder} by now")
             lost = self.claim
