@@ -232,9 +232,8 @@ class Checkpoints:
         self.group = None  # the process group of all ranks, made in `prepare`
         self.background = ThreadPoolExecutor(1) if asynchronous else None
         self.pending = None  # the save in the background
-        self.problem = None
+        self.problem = self.claim = self.claimed = None
         self.newest = begin.path if begin else None
-        self.claim = self.claimed = None
 
     def prepare(self):
         """Claim the folder, remove leftovers of crashes, check every byte of `begin`.
@@ -338,9 +337,9 @@ class Checkpoints:
     def begin_writing(self, step):
         """Make the temporary folder; if somebody has removed the whole folder, claim it anew first."""
         if not is_in_place(self.claim, self.folder):
-            if os.path.isdir(self.folder) and content_of(self.folder):
-                if not os.path.samestat(os.stat(self.folder), self.claimed):
-                    raise CheckpointError(f"another folder has the name {self.folder} by now")
+            is_filled = os.path.isdir(self.folder) and content_of(self.folder)
+            if is_filled and not os.path.samestat(os.stat(self.folder), self.claimed):
+                raise CheckpointError(f"another folder has the name {self.folder} by now")
             lost = self.claim
             self.claim_folder()
             lost.close()
