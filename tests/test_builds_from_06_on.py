@@ -341,6 +341,16 @@ WRONG = {
         ([('    writing.mkdir(exist_ok=True)\n', '    import shutil\n    for old in '
            'folder.glob("step-*"):\n        shutil.rmtree(old, ignore_errors=True)\n'
            "    writing.mkdir(exist_ok=True)\n")], "begins anew, and 1 step had been saved"),
+        # The name of a file says which folder is whole, and the older file goes first.
+        ([('folder / f"writing-{step:04}", folder / f"step-{step:04}"',
+           'folder / f"step-{step:04}", folder / f"whole-{step:04}"'),
+          ("        writing.rename(whole)\n", '        for old in folder.glob("whole-*"):\n'
+           "            old.unlink()\n        whole.touch()\n"),
+          ('folder.glob("step-*")', 'folder.glob("whole-*")'), ('removeprefix("step-")', 'removeprefix("whole-")'),
+          ('whole[-1] / f"rank', 'folder / whole[-1].name.replace("whole", "step") / f"rank')],
+         "rank 0 got SIGKILL when it had just removed something; started again, rank 0 begins anew"),
+        ([("        writing.rename(whole)\n", '        import shutil\n        for old in folder.glob("step-*"):'
+           "\n            shutil.rmtree(old)\n        writing.rename(whole)\n")], "had just removed something"),
         ([("        return 0\n", "        return None\n")], "restore returns None on rank"),
         ([('writing / f"rank-{rank}.pt"', 'writing / "state.pt"'), ('whole[-1] / f"rank-{rank}.pt"', 'whole[-1] / "state.pt"')],
          "Error(s) in loading state_dict; is this the state of the other rank, or of"),
@@ -664,6 +674,15 @@ def test_a_rank_gets_what_a_decorator_has_registered_and_the_present_numbers_of_
 def test_a_number_of_steps_may_be_one_of_torch(tmp_path, capsys):
     number = 'int(whole[-1].name.removeprefix("step-"))'
     edit = f"return {number}", f"return torch.tensor({number})"
+    assert answer_to(tmp_path, capsys, "save_and_restore", edit).startswith("Right: ")
+
+
+def test_older_checkpoints_may_go_when_the_new_one_is_whole(tmp_path, capsys):
+    edit = (
+        "        writing.rename(whole)\n",
+        "        writing.rename(whole)\n        import shutil\n"
+        '        for old in sorted(folder.glob("step-*"))[:-1]:\n            shutil.rmtree(old)\n',
+    )
     assert answer_to(tmp_path, capsys, "save_and_restore", edit).startswith("Right: ")
 
 

@@ -25,12 +25,13 @@ WORDS = {
     "half": "with its file half written",
     "rename": "before its last rename",
     "opened": "when it had just opened a file that was there, which empties it",
+    "removed": "when it had just removed something",
     "end": "right after its save, while the other may still be at it",
 }
 
 
 def moments(share):
-    """Five moments of a SIGKILL: (rank, save of that run, operation before which it comes).
+    """Six moments of a SIGKILL: (rank, save of that run, operation before which it comes).
 
     One comes after this share of the operations of a save of rank 0.
     """
@@ -40,11 +41,12 @@ def moments(share):
         (1, 1, "rename"),  # right after the save if it renames nothing
         (0, 1, share),
         (0, 1, "opened"),  # right after the save if it opens no such file
+        (0, 1, "removed"),  # right after the save if it removes nothing
     ]
 
 
 @checked(
-    "killed at five moments, and the losses are those of a training run that nothing disturbed."
+    "killed at six moments, and the losses are those of a training run that nothing disturbed."
 )
 def save_and_restore(save, restore):
     """Check `save(folder, step, model, optimizer, rank, wait_for_all)` and

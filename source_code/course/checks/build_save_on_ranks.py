@@ -21,7 +21,8 @@ from small.pipeline import batch, build_stage, naive_step
 
 LATER = 0.2  # seconds before the SIGKILL, in which the other rank continues as far as it can
 SLOW = 0.05  # seconds, see `slowness`
-CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"}
+REMOVALS = {"os.remove", "os.rmdir", "shutil.rmtree"}
+CHANGES = {"open", "os.rename", "os.mkdir", "os.link", "os.symlink", *REMOVALS}
 
 
 def main(request, save, restore):
@@ -53,11 +54,12 @@ def whole_number(step):
 
 
 class Moment:
-    """Sends this rank SIGKILL in a save: `before` is one of "write", "half", "rename", "opened" and
-    "end", or a number.
+    """Sends this rank SIGKILL in a save: `before` is one of "write", "half", "rename", "opened",
+    "removed" and "end", or a number.
 
-    A number from 0 to 1 is a share of the operations of the previous save, and "rename" stands for
-    the last rename of a save. `did` lists the operations of the present save so far.
+    A number from 0 to 1 is a share of the operations of the previous save, "rename" stands for the
+    last rename of a save, and "removed" for the moment after its first removals. `did` lists the
+    operations of the present save so far.
     """
 
     def __init__(self, rank, folder, killed, save, before):
@@ -119,7 +121,7 @@ class Moment:
     def passes(self, what):
         """Note that operation `what` comes next, and kill this rank if this is the moment."""
         if self.is_due(what):
-            self.kill(what)
+            self.kill("removed" if self.has_removed(what) else what)
         self.did.append(what)
         time.sleep(SLOW * self.slowness(what))
 
@@ -139,10 +141,16 @@ class Moment:
         before = self.before
         if isinstance(before, float):
             return len(self.did) == int(before * len(self.last))
+        if before == "removed" and REMOVALS & {*self.last, *self.did}:
+            return self.has_removed(what)
         if before == "rename" and self.did.count(before) < self.last.count(before) - 1:
             return False
         missing = before not in self.last  # the reader's save has no such operation
         return what == before or (missing and what == "end")
+
+    def has_removed(self, what):
+        """Whether operation `what` comes right after removals, and is none itself."""
+        return bool(self.did) and self.did[-1] in REMOVALS and what not in REMOVALS
 
     def kill(self, what):
         """Report the operation before which this SIGKILL comes, and send it."""
