@@ -153,14 +153,23 @@ class TransportWords:
                     "dist.destroy_process_group() after it"
                 )
             if kind == "KeyError" and said.isdigit() and self.counts:
-                said = (
-                    f"{said}; did a forward on this rank store an entry under {said}, and did another "
+                said += self._left(rank) or (
+                    f"; did a forward on this rank store an entry under {said}, and did another "
                     "backward remove it?"
                 )
             told = f"raised {kind}: {self._with_hint(rank, said)}".removesuffix(": ")
             if where:
                 return f"{self.at(where)} {told} (on rank {rank.number})"
             return f"rank {rank.number} {told}"
+
+    def _left(self, rank):
+        """Where this rank left the schedule in its last step, as the end of a sentence, or ""."""
+        if not self.rows or not rank.steps:
+            return ""
+        done, row = rank.steps[-1], self.rows[len(rank.steps) - 1][rank.number]
+        following = row[len(done)] if len(done) < len(row) else ""
+        too_early = f"; the schedule has {following} there" if "F" in following else ""
+        return left_schedule([done], [row], rank.number) or too_early
 
     def _with_hint(self, rank, said):
         """An error message of Python or torch, followed by what it means."""
@@ -334,6 +343,20 @@ class TransportWords:
 def size_of(event):
     """(number of elements, type) of the tensor of a collective; None without one."""
     return (math.prod(event["shape"]), event["dtype"]) if "shape" in event else None
+
+
+def left_schedule(events, rows, first=0):
+    """Where the first rank left the schedule before it used a wrong tensor, as the end of a sentence.
+
+    `events` and `rows` are those of the ranks from `first` on.
+    """
+    for rank, (done, row) in enumerate(zip(events, rows), first):
+        for event, wanted in zip(done, row):
+            if event["k"] is None:
+                break
+            if name_of(event) != wanted:
+                return f"; rank {rank} took {name_of(event)} where the schedule has {wanted}"
+    return ""
 
 
 def name_of(event):

@@ -4,7 +4,7 @@
 from collections import Counter
 
 from course.checks.answer import many
-from course.checks.build_transport import TransportWords, name_of
+from course.checks.build_transport import TransportWords, left_schedule, name_of
 
 LOCALS = 2  # outputs that variables of the reader's may keep a little longer than needed
 EXACT = 1e-12  # largest difference of losses and gradients in float64
@@ -241,17 +241,6 @@ class Words(TransportWords):
             return f"{case} is {loss:.6f}, {times} that of the batch, {wanted:.6f}"
         if result["kind"] == "graph":
             return f"{case} still has its whole graph behind it: detach() it, or take its item()"
-
-
-def left_schedule(events, rows):
-    """Where the first rank left the schedule before it used a wrong tensor, as the end of a sentence."""
-    for rank, (done, row) in enumerate(zip(events, rows)):
-        for event, wanted in zip(done, row):
-            if event["k"] is None:
-                break
-            if name_of(event) != wanted:
-                return f"; rank {rank} took {name_of(event)} where the schedule has {wanted}"
-    return ""
 
 
 def short(number):

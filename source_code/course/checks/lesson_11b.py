@@ -137,7 +137,8 @@ def groups_for_chat(groups_of):
         if not fast and answer:
             return (
                 f"for {stages} a text gets {rates_of(p, answer)[1]:.1f} tokens per second, since its token "
-                "also takes the hop back to the first stage: answer 0"
+                "also takes the hop back to the first stage, and fewer groups do not make a text "
+                "faster: answer 0"
             )
         if fast and answer not in fast:
             groups = max(fast)
