@@ -261,7 +261,7 @@ def test_a_rank_that_left_is_named_whichever_rank_waits_first(left):
     ("groups", "words"),
     [
         (lambda p: p if 24 + p <= 1000 / 30 else 0, "Right"),
-        (lambda p: p, "takes the hop back to the first stage: answer 0"),
+        (lambda p: p, "takes the hop back to the first stage, and fewer groups"),
         (lambda p: 1 if p < 10 else 0, "more groups than 1 write more in all"),
         (lambda p: 0, "you say 0, but with 1 group each text gets 41.7 tokens per second"),
         (lambda p: p + 1, "from 0 to"),

@@ -87,6 +87,7 @@ def test_job_scripts_that_do_it(capsys, before, after):
             ('"$@"', "source_code/gpipe.py", 'pass them on with "$@"'),
             ('"$@"', "source_code/gpipe.py --steps 2", 'pass them on with "$@"'),
             ('"$@"', '"$1" "$@"', 'pass them on with "$@"'),
+            ('"$@"', "$@", "one_f_one_b.py --data my text`; pass them on"),
             ('"$PYTHON" "$@"', '"$@"', 'srun is to start "$PYTHON"'),
             ("--distribution=block ", "", "every message of the pipeline crosses the network"),
             ("--distribution=block", "--distribution=cyclic", "--distribution=cyclic can number"),

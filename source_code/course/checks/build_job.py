@@ -16,7 +16,7 @@ from course.launch import ROOT
 
 NODES, RANKS = 2, 4
 PROGRAM = ["source_code/gpipe.py", "--steps", "2"]
-TRIED = ["source_code/one_f_one_b.py", "--steps", "3"]  # with the stand-in for srun
+TRIED = ["source_code/one_f_one_b.py", "--data", "my text"]  # with the stand-in for srun
 LOSSES = [5.929890, 5.242678]  # those of lesson 02, whose model the job trains
 MOST_PRINTED = 2**24  # bytes of its output, of its errors, or of another file that it writes
 SECONDS = 20  # limit for a script; the srun that it calls here ends at once
@@ -177,8 +177,8 @@ def _complaint_on_call(text):
         )
     if called[-len(TRIED) :] != TRIED or called.count(TRIED[0]) > 1:
         return (
-            f"the ranks were to run '{' '.join(TRIED)}', the words after the script's name, and "
-            f"srun was told '... {shlex.join(called[-4:])}'; pass them on with \"$@\""
+            f"the ranks were to run `{shlex.join(TRIED)}`, the words after the script's name, and "
+            f"srun was told `... {shlex.join(called[-4:])}`; pass them on with \"$@\""
         )
     words = called[: -len(TRIED)]
     if re.search(r"torchrun|torch\.distributed\.(run|launch)", " ".join(words)):
