@@ -136,6 +136,7 @@ class Moment:
         return self.rank if self.saves == 2 else 0
 
     def is_due(self, what):
+        """Whether this is the moment of the SIGKILL, if operation `what` comes next."""
         if not self.wanted or self.saves != self.save:
             return False
         before = self.before
