@@ -7,7 +7,6 @@ so every rank can make the batch of any step by itself, also after a restart.
 
 import hashlib
 import re
-from codecs import BOM_UTF8
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def load_text(path=None, seq_len=32):
     """Read a text file, or the course's own text when `path` is None. Raises DataError."""
     source = DEFAULT_TEXT if path is None else Path(path)
     try:
-        content = source.read_bytes().removeprefix(BOM_UTF8)  # files of Windows begin so
+        content = source.read_bytes().removeprefix(b"\xef\xbb\xbf")  # files of Windows begin so
     except OSError as error:
         raise DataError(
             f"--data: {source} cannot be read ({error.strerror}); name a text file"
