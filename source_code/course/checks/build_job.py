@@ -178,7 +178,7 @@ def _complaint_on_call(text):
     if called[-len(TRIED) :] != TRIED or called.count(TRIED[0]) > 1:
         return (
             f"the ranks were to run `{shlex.join(TRIED)}`, the words after the script's name, and "
-            f"srun was told `... {shlex.join(called[-4:])}`; pass them on with \"$@\""
+            f'srun was told `... {shlex.join(called[-4:])}`; pass them on with "$@"'
         )
     words = called[: -len(TRIED)]
     if re.search(r"torchrun|torch\.distributed\.(run|launch)", " ".join(words)):
