@@ -600,6 +600,32 @@ def test_a_training_does_not_save_into_another_folder_that_has_got_the_name(tmp_
     assert ours.begin_writing(3).is_dir()  # an empty folder is anybody's
 
 
+@pytest.mark.parametrize("moment", ["latest", "older"])
+def test_nothing_is_lost_in_a_folder_that_gets_the_name_in_the_middle_of_a_save(
+    tmp_path, monkeypatch, moment
+):
+    folder, other = tmp_path / "saved", tmp_path / "other"
+    for step in 1, 2, 3:
+        (other / f"run-0001/step-{step:08}").mkdir(parents=True)
+    (other / "latest").write_text("run-0001/step-00000002\n")
+    for step in 1, 2:
+        (folder / f"run-0001/step-{step:08}").mkdir(parents=True)
+    temporary = checkpoint_folder.begin_writing(folder, "run-0001", 3)
+    before = sorted(other.rglob("*"))
+
+    def exchange(place):
+        if place == folder / ("run-0001" if moment == "latest" else "") and other.exists():
+            folder.rename(tmp_path / "moved")
+            other.rename(folder)
+
+    monkeypatch.setattr(checkpoint_folder, "sync_folder", exchange)
+    description = {"files": {}, "configuration": {}}
+    with pytest.raises(checkpoint_folder.CheckpointError, match="another folder has the name"):
+        checkpoint_folder.publish(temporary, folder, "run-0001", 3, description, keep=1)
+    assert [other / path.relative_to(folder) for path in sorted(folder.rglob("*"))] == before
+    assert (folder / "latest").read_text() == "run-0001/step-00000002\n"
+
+
 def test_latest_moves_after_the_checkpoint_has_its_name_and_before_an_older_one_goes(tmp_path):
     """The calls that make names, in their order."""
     calls = []

@@ -282,12 +282,22 @@ def publish(temporary, folder, run, step, description, keep):
             )
     write_description(temporary, {**description, "step": step})
     sync_folder(temporary)
-    os.rename(temporary, run_folder / name)
+    made, path = os.stat(temporary), run_folder / name
+    os.rename(temporary, path)
     sync_folder(run_folder)
+    check_is_there(path, made)
     write_line(folder, "latest", f"{run}/{name}")
     for old in steps_of(folder, run)[:-keep]:
+        check_is_there(path, made)
         remove_checkpoint(run_folder, name_of_step(old))
-    return run_folder / name
+    return path
+
+
+def check_is_there(path, made):
+    """Raise CheckpointError if `path` is not the folder whose os.stat is `made`: who owns a folder
+    above it may have given the name to another training's."""
+    if not os.path.exists(path) or not os.path.samestat(made, os.stat(path)):
+        raise CheckpointError(f"another folder has the name {path.parents[1]} by now")
 
 
 def write_description(folder, description):
