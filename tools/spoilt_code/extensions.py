@@ -73,14 +73,16 @@ FAULTS = [
         "latest-moved-first",
         "extensions/checkpointing/checkpoint_folder.py::publish",
         """\
-    os.rename(temporary, run_folder / name)
+    os.rename(temporary, path)
     sync_folder(run_folder)
+    check_is_there(path, made)
     write_line(folder, "latest", f"{run}/{name}")
 """,
         """\
     write_line(folder, "latest", f"{run}/{name}")
-    os.rename(temporary, run_folder / name)
+    os.rename(temporary, path)
     sync_folder(run_folder)
+    check_is_there(path, made)
 """,
         "For a moment `latest` names a checkpoint that is not there.",
         "test_checkpointing.py",
