@@ -344,7 +344,7 @@ WRONG = {
     "interleaved_step": [
         ([("(v - 1) * p + 2", "(v - 1) * p + 1")], "rank 0 takes 4B0 as its action 8"),
         ([("(passage, p * v)", "(passage, v * m)"), ("within // p, group * p + within % p", "divmod(within, m)")],
-         "raised KeyError: 0; rank 3 took 3F4 where the schedule has 7F0"),
+         "F4 where the schedule has "),
         ([("(v - 1) * p + 2 *", "(v - 1) * p - 1 + 2 *")], "raised KeyError: 0; the schedule has 7F0 there"),
         (
             [("backward(stages[v - 1 - c], k, held[v - 1 - c], sends)",
