@@ -352,7 +352,9 @@ WRONG = {
         ([("        writing.rename(whole)\n", '        import shutil\n        for old in folder.glob("step-*"):'
            "\n            shutil.rmtree(old)\n        writing.rename(whole)\n")], "had just removed something"),
         ([("        return 0\n", "        return None\n")], "restore returns None on rank"),
-        ([('writing / f"rank-{rank}.pt"', 'writing / "state.pt"'), ('whole[-1] / f"rank-{rank}.pt"', 'whole[-1] / "state.pt"')],
+        # Rank 1 writes later, since two writers at once may also leave a file that nobody can read.
+        ([('writing / f"rank-{rank}.pt"', 'writing / "state.pt"'), ('whole[-1] / f"rank-{rank}.pt"', 'whole[-1] / "state.pt"'),
+          ("    torch.save(state", "    import time\n    time.sleep(0.5 * rank)\n    torch.save(state")],
          "Error(s) in loading state_dict; is this the state of the other rank, or of"),
         ([("exist_ok=True", "")], "); has the other rank, or an earlier start, made it?"),
         ([("    if rank == 0:\n        writing", "    if True:\n        writing")], "or has the other rank renamed or removed it?"),
