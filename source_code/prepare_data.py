@@ -36,7 +36,7 @@ PIECE = MEBIBYTE  # letters of text that are encoded at a time
 LARGEST_DOCUMENT = 64 * MEBIBYTE
 LONGEST_WORD = 1000  # letters; the time of a training grows with the square of a word's length
 SEPARATOR = "\n\n"
-LINES = ".jsonl"
+JSON_LINES = ".jsonl"
 FIELD = "text"
 
 
@@ -63,7 +63,7 @@ def main():
 def prepare(arguments):
     """Write the folder, or leave nothing of it behind, and say what is in it."""
     arguments.paths, out = files_of(arguments.data or []), Path(arguments.out)
-    lines = arguments.dataset or any(kind_of(path) == LINES for path in arguments.paths)
+    lines = arguments.dataset or any(kind_of(path) == JSON_LINES for path in arguments.paths)
     if arguments.field != FIELD and not lines:
         raise SystemExit("--field has no effect without JSON lines (.jsonl); leave it out")
     check_new_folder("--out", out)
@@ -123,7 +123,9 @@ def files_of(names):
         found = [name]
         if os.path.isdir(name):
             try:
-                found = sorted(each for each in name.iterdir() if kind_of(each) in (".txt", LINES))
+                found = sorted(
+                    each for each in name.iterdir() if kind_of(each) in (".txt", JSON_LINES)
+                )
             except OSError as error:
                 raise InputError(f"{name} cannot be read ({error.strerror})") from None
             if not found:
@@ -180,7 +182,7 @@ def documents_in(arguments):
     if arguments.dataset:
         yield from documents_of_dataset(arguments.dataset, arguments.characters)
     for path in arguments.paths:
-        if kind_of(path) == LINES:
+        if kind_of(path) == JSON_LINES:
             yield from documents_of_lines(path, arguments.field)
         else:
             yield from documents_of_text(path)

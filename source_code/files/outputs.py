@@ -72,9 +72,9 @@ def is_link_of_another(path):
 
 
 def others_may_write(folder):
-    """Return whether users other than root may make files in a folder, by its owner and its mode.
+    """Return whether users other than this one and root may make files in a folder.
 
-    On Windows neither says it, and the answer is no.
+    The owner and the mode of the folder say so. On Windows they do not: the function returns False.
     """
     found = os.stat(folder)
     by_mode = found.st_mode & (stat.S_IWOTH | stat.S_IWGRP)

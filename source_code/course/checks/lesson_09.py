@@ -42,7 +42,7 @@ def _halves_of(input_half, weight_half, widths):
     wanted, deferred = [], [[], [], []]
     first, before = weight.detach().clone(), weight.grad.clone()
     for k in range(3):
-        length = (5, 2, 4)[k]  # no sum of other sizes
+        length = (5, 2, 4)[k]  # independent of the other sizes
         x, g = (torch.randn(2 + k, length, n, dtype=torch.float64) for n in widths)
         wanted.append(torch.einsum("blo,bli->oi", g, x))
         given = g.clone(), x.clone()
