@@ -66,7 +66,7 @@ def perform(rank, script, flags, file):
     assert all(path.is_relative_to(script.parent) for path in found)
 
 
-def train(script, name, folder, more=""):
+def train(script, name, folder, more="", timeout=60):
     """The losses or texts that a script prints, or writes in full precision if it can; it verifies."""
     printed, written = folder / "printed.txt", folder / "losses.jsonl"
     flags = f"{FLAGS.get(name, SMALL)} --verify {more}".split()
@@ -74,7 +74,8 @@ def train(script, name, folder, more=""):
         flags += ["--model", str(write_model(folder / "model"))]
     if name not in NO_LOSSES:
         flags += ["--losses", str(written)]
-    run_on_ranks(perform, 2 + (name == "torch_pipelining_mlp.py"), script, flags, str(printed))
+    ranks = 2 + (name == "torch_pipelining_mlp.py")
+    run_on_ranks(perform, ranks, script, flags, str(printed), timeout=timeout)
     said = printed.read_text()
     shown = re.findall(r"^step \d+  loss (\S+)$|^request \d  (.*)$", said, re.MULTILINE)
     assert ("as promised" in said or "are those of one process" in said) and len(shown) >= 3

@@ -262,6 +262,7 @@ def begin_writing(folder, run, step):
     temporary = Path(folder) / run / f"{WRITING}{name_of_step(step)}-{secrets.token_hex(2)}"
     reject_foreign_link(folder, run)
     temporary.mkdir(parents=True)
+    (temporary / DESCRIPTION).touch()  # `publish` looks for it: torch makes a missing folder anew
     # A new folder's entry is on disk only once its parent folder is synced.
     for made in (temporary.parent, temporary.parent.parent, temporary.parent.parent.parent):
         sync_folder(made)
@@ -274,6 +275,8 @@ def publish(temporary, folder, run, step, description, keep):
     `description` goes into checkpoint.json. Keeps the `keep` newest of the run. Returns the path.
     """
     run_folder, name = Path(folder) / run, name_of_step(step)
+    if not (temporary / DESCRIPTION).exists():
+        raise CheckpointError(f"another folder has the name {folder} by now")
     for file in description["files"]:
         if not (temporary / file).is_file():
             raise CheckpointError(
