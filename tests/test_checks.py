@@ -580,7 +580,7 @@ def one_stage_for_all(rank, p, m):
         (backward_first, "rank 0 runs the backward of micro-batch 0 on stage 0 at step 0, but"),
         (one_at_a_time, "as slow as lesson 01"),
         (one_forgotten, "rank 0 never runs the backward of micro-batch 1 on stage 0"),
-        (one_forward_one_backward, "rank 1 holds 2 micro-batches at its peak, yours 1"),
+        (one_forward_one_backward, "on rank 1 a backward comes before the last forward"),
         (one_at_a_time_in_a_small_batch, "5 ranks, 3 micro-batches: legal, but 450 ms, as slow as"),
         (one_stage_for_all, "stage 0 already belongs to rank 0"),
     ],

@@ -82,19 +82,19 @@ def cut_graph():
         *box(444, 64, 84, 36, "received"), *arrow((528, 82), (566, 82)),
         *box(568, 64, 124, 36, "stage 1, forward", **forward), *arrow((692, 82), (734, 82)),
         *box(736, 64, 60, 36, "loss"),
-        text(388, 56, "message: the activation", "end"),
+        text(388, 56, "isend(output.detach())", "end"), text(436, 56, "irecv(received)", "start"),
         text(298, 122, "the graph of"), text(298, 139, "rank 0 ends here"),
         text(444, 122, "requires_grad_(): the graph", "start"),
         text(444, 139, "of rank 1 begins here", "start"),
-        f'<path d="M152 100V208M630 147V208" {dashes}/>',
+        f'<path d="M152 100V208M640 100V208" {dashes}/>',
         text(160, 178, "autograd remembers stage 0", "start"),
-        text(638, 178, "and stage 1 here", "start"),
+        text(632, 178, "autograd remembers stage 1", "end"),
         *arrow((766, 100), (766, 208)),
         *box(600, 210, 196, 36, "loss.backward()", **backward), *arrow((600, 228), (550, 228)),
         *box(444, 210, 104, 36, "received.grad"), *arrow((444, 228), (338, 228)),
         *box(260, 210, 76, 36, "gradient"), *arrow((260, 228), (232, 228)),
         *box(20, 210, 210, 36, "output.backward(gradient)", **backward),
-        text(432, 266, "message: the gradient", "start"),
+        text(388, 266, "irecv(gradient)", "end"), text(436, 266, "isend(received.grad)", "start"),
         text(20, 284, "fills .grad of the weights of stage 0", "start"),
         text(796, 284, "fills .grad of the weights of stage 1", "end"),
     ]  # fmt: skip
@@ -197,7 +197,8 @@ def round_trip(microbatch=4):
         y = top + rank * (ROW + ROW_GAP)
         count = round((end - start) / pair)
         for piece in range(count):
-            parts += box(place.x(start + piece * pair), y, pair * place.scale - 2, ROW)
+            left = place.x(start + piece * pair)
+            parts += box(left, y, pair * place.scale - 2, ROW, "F + B")
         parts.append(text(LEFT - 8, y + 17.5, f"rank {rank}", "end"))
         words = f"{count} × (F + B) = {end - start:.0f} ms"
         parts.append(text(place.x(start) - 10, y + 17.5, words, "end"))
