@@ -583,6 +583,21 @@ def test_no_mutation_hangs_and_none_is_accepted_that_changes_a_loss(name, seeds,
             ), text
 
 
+def test_lesson_03_goes_on_with_a_step_that_is_not_mended_for_nccl(tmp_path, capsys):
+    step = written(tmp_path, SOLUTIONS["one_f_one_b_step"], "one_f_one_b_step")
+    path = ROOT / "build" / f"{tmp_path.name}_{os.getpid()}.py"
+    path.parent.mkdir(exist_ok=True)
+    lesson = json.loads((ROOT / "notebooks" / "03_1f1b.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in lesson["cells"] if cell["cell_type"] == "code"]
+    [cell] = [cell for cell in cells if "rehearse.py strict build/my_pipeline.py" in cell]
+    path.write_text(own_file.assemble([request_of(step)]))
+    try:
+        exec(cell.replace("build/my_pipeline.py", f"build/{path.name}"), {**globals()})
+    finally:
+        path.unlink()
+    assert re.fullmatch(r"not mended yet: rank \d is stuck.*\n", capsys.readouterr().out)
+
+
 def losses_of(tmp_path, text, name, ranks=None):
     path = ROOT / "build" / f"{tmp_path.name}_{os.getpid()}.py"  # two run in two processes
     path.parent.mkdir(exist_ok=True)

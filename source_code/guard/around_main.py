@@ -58,7 +58,7 @@ def what_lacks(error):
     if reason := lack_of_memory(error):
         return (
             f"has too little memory ({reason}); use smaller sizes or more ranks, or raise a limit "
-            "(ulimit -v)"
+            "(ulimit -v; for threads, ulimit -u)"
         )
     if reason := lack_of_kernels(error):
         return (
