@@ -1,5 +1,6 @@
 """What a file or a flag says is checked when it is read, and not when a step first uses it."""
 
+import argparse
 import errno
 import hashlib
 import json
@@ -36,6 +37,7 @@ from extensions.real_models.tensor_files import stored_tensors
 from files.claims import NewFolder
 from files.inputs import InputError, is_file_name, open_input, read_as_it_is, read_bytes
 from guard import around_main
+from guard.agreement import settings_of
 from guard.one_sentence import in_one_sentence
 from pipeline.command_line import Parser, positive_integer
 from pipeline.data import load_text
@@ -73,6 +75,30 @@ def test_a_token_above_the_vocabulary_is_named_with_its_file(tokens, part, token
     file.write_bytes(content)
     with pytest.raises(DataError, match=f"{part}.bin has the token {token}, and there are 256"):
         load_tokens(folder, 256, 8)
+
+
+@pytest.mark.parametrize("file", ["training", "held_out", "training-ends"])
+def test_a_node_with_other_tokens_is_a_difference_even_if_tokens_json_is_the_same(tokens, file):
+    def settings():
+        text = load_tokens(folder, 256, 8, packed=file == "training-ends")
+        return settings_of(argparse.Namespace(data=str(folder), text=text))
+
+    folder = tokens()
+    whole, path = settings(), token_files.place_of_tokens(folder, file)
+    content = bytearray(path.read_bytes())
+    content[0] ^= 8
+    path.write_bytes(content)
+    changed = settings()
+    assert [name for name in whole if whole[name] != changed[name]] == ["the content of --data"]
+
+
+def test_a_text_in_bytes_is_compared_too(tmp_path):
+    found = []
+    for text in ("one text", "two text"):
+        (tmp_path / "text.txt").write_text(f"{text} " * 50)
+        corpus = load_corpus(load_text(tmp_path / "text.txt", 8))
+        found.append(settings_of(argparse.Namespace(text=corpus))["the text"])
+    assert found[0] != found[1]
 
 
 def test_a_negative_token_is_named_too(tmp_path):

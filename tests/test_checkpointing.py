@@ -602,7 +602,27 @@ def test_a_training_does_not_save_into_another_folder_that_has_got_the_name(tmp_
     assert ours.begin_writing(3).is_dir()  # an empty folder is anybody's
 
 
-@pytest.mark.parametrize("moment", ["tensors", "latest", "older"])
+def test_a_folder_that_gets_the_name_just_before_a_save_begins_is_left_as_it_was(
+    tmp_path, monkeypatch
+):
+    folder, other = tmp_path / "saved", tmp_path / "other"
+    (other / "run-0001").mkdir(parents=True)
+    (other / "latest").write_text("run-0001/step-00000009\n")
+    ours = checkpoint.Checkpoints(SimpleNamespace(rank=0), folder, "run-0001")
+    ours.claim_folder()
+
+    def begin_writing(*place):
+        folder.rename(tmp_path / "moved")
+        other.rename(folder)
+        return checkpoint_folder.begin_writing(*place)
+
+    monkeypatch.setattr(checkpoint, "begin_writing", begin_writing)
+    with pytest.raises(checkpoint_folder.CheckpointError, match="another folder has the name"):
+        ours.begin_writing(1)
+    assert os.listdir(folder / "run-0001") == []
+
+
+@pytest.mark.parametrize("moment", ["tensors", "rename", "latest", "older"])
 def test_nothing_is_lost_in_a_folder_that_gets_the_name_in_the_middle_of_a_save(
     tmp_path, monkeypatch, moment
 ):
@@ -614,11 +634,14 @@ def test_nothing_is_lost_in_a_folder_that_gets_the_name_in_the_middle_of_a_save(
         (folder / f"run-0001/step-{step:08}").mkdir(parents=True)
     temporary = checkpoint_folder.begin_writing(folder, "run-0001", 3)
     before = sorted(other.rglob("*"))
+    place_of = {"tensors": folder, "rename": temporary, "latest": folder / "run-0001"}
 
     def exchange(place):
-        if place == folder / ("run-0001" if moment == "latest" else "") and other.exists():
+        if place == place_of.get(moment, folder) and other.exists():
             folder.rename(tmp_path / "moved")
             other.rename(folder)
+            if moment == "rename":  # torch has made it there in an earlier exchange
+                temporary.mkdir()
 
     monkeypatch.setattr(checkpoint_folder, "sync_folder", exchange)
     if moment == "tensors":
@@ -627,7 +650,7 @@ def test_nothing_is_lost_in_a_folder_that_gets_the_name_in_the_middle_of_a_save(
     description = {"files": {}, "configuration": {}}
     with pytest.raises(checkpoint_folder.CheckpointError, match="another folder has the name"):
         checkpoint_folder.publish(temporary, folder, "run-0001", 3, description, keep=1)
-    if moment == "tensors":
+    if moment in ("tensors", "rename"):
         temporary.rmdir()  # as the save that failed does
     assert [other / path.relative_to(folder) for path in sorted(folder.rglob("*"))] == before
     assert (folder / "latest").read_text() == "run-0001/step-00000002\n"

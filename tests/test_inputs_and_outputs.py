@@ -466,8 +466,11 @@ def test_checkpoint_json_says_when_it_was_changed(tmp_path):
 @pytest.mark.parametrize(
     ("script", "flags", "named"),
     [
-        ("gpipe", "--batch-size 80000000 --microbatches 80000000", "hours|GiB"),
-        ("zero_bubble", "--batch-size 20000000 --microbatches 20000000", "hours|GiB"),
+        ("gpipe", "--batch-size 80000000 --microbatches 800000", "hours|GiB"),
+        ("zero_bubble", "--batch-size 2000000000 --microbatches 200000", "hours|GiB"),
+        ("gpipe", "--batch-size 1000001 --microbatches 1000001", "actions"),
+        ("zero_bubble", "--batch-size 1000001 --microbatches 1000001", "actions"),
+        ("interleaved_1f1b", "--batch-size 600000 --microbatches 600000 --chunks 2", "actions"),
         ("gpipe", "--layers 100000000 --dim 8", "hours|GiB"),
         ("pretrain_llama", "--vocabulary 2147483647", "GiB"),
         ("train", "--schedule 1f1b --microbatches 50000000 --batch-size 50000000", "actions"),

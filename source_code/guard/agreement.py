@@ -104,6 +104,8 @@ def settings_of(arguments, read=None):
     settings["the newest checkpoint in --checkpoints"] = newest
     if getattr(arguments, "text", None) is not None:
         settings["the text"] = checksum_of(arguments.text)
+        if getattr(arguments.text, "fingerprint", ""):  # which the folder's files may not have
+            settings["the content of --data"] = digest_of(arguments.data)
     for flag, name in (read or {}).items():
         if flag != "--checkpoints" and isinstance(own.get(name), str):
             settings[f"the content of {flag}"] = digest_of(own[name])
@@ -133,7 +135,7 @@ def digest_of(path):
 
 def checksum_of(text):
     """A checksum of all tokens; for tokens in files, the fingerprint stored in their folder."""
-    if hasattr(text, "fingerprint"):
+    if getattr(text, "fingerprint", ""):
         return text.fingerprint[:12]
     checksum = 0
     for tokens in (text.training, text.held_out):

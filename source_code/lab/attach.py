@@ -47,6 +47,7 @@ def add_flags(parser):
     parser.writes += ["--timeline", "--profile", "--record"]
     parser.checks += [
         checks.check_has_ranks,
+        checks.check_actions,
         checks.check_pace,
         checks.check_pace_per_layer,
         checks.check_recording,

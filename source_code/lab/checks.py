@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from files.outputs import can_be_written
 from lab.simulator import Costs
+from pipeline.schedules import MOST_ACTIONS
 
 
 def check_has_ranks(arguments):
@@ -15,6 +16,17 @@ def check_has_ranks(arguments):
         raise SystemExit(
             "--single-process has no ranks to pace or draw; leave out --pace, --timeline, "
             "--profile, --record and --rehearse"
+        )
+
+
+def check_actions(arguments):
+    """Reject more micro-batches than the lab's schedule of a step may have actions for."""
+    chunks = getattr(arguments, "chunks", None) or 1
+    actions = 2 * arguments.num_ranks * getattr(arguments, "microbatches", 0) * chunks
+    if actions > MOST_ACTIONS:
+        raise SystemExit(
+            f"--microbatches {arguments.microbatches:,}: a step is made of {actions:,} actions, and "
+            f"{MOST_ACTIONS:,} are the most; use fewer"
         )
 
 

@@ -35,11 +35,7 @@ from extensions.checkpointing.checkpoint_folder import (
     remove_leftovers,
     run_to_write,
 )
-from extensions.checkpointing.checkpoint_reader import (
-    PlainReader,
-    reason_of,
-    reject_other_weights,
-)
+from extensions.checkpointing.checkpoint_reader import PlainReader, reason_of, reject_other_weights
 from files.claims import content_of, is_in_place
 from files.outputs import sentence_of
 
@@ -344,7 +340,11 @@ class Checkpoints:
             self.claim_folder()
             lost.close()
             self.run = run_to_write(self.folder, None, False)  # another job may have saved there
-        return begin_writing(self.folder, self.run, step)
+        temporary = begin_writing(self.folder, self.run, step)
+        if not is_in_place(self.claim, self.folder):
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(f"another folder has the name {self.folder} by now")
+        return temporary
 
     def claim_folder(self):
         """Claim the folder for this job, and note which one it is, whatever its name becomes."""

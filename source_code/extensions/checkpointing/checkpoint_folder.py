@@ -277,6 +277,7 @@ def publish(temporary, folder, run, step, description, keep):
     run_folder, name = Path(folder) / run, name_of_step(step)
     if not (temporary / DESCRIPTION).exists():
         raise CheckpointError(f"another folder has the name {folder} by now")
+    made, path = os.stat(temporary), run_folder / name
     for file in description["files"]:
         if not (temporary / file).is_file():
             raise CheckpointError(
@@ -285,7 +286,7 @@ def publish(temporary, folder, run, step, description, keep):
             )
     write_description(temporary, {**description, "step": step})
     sync_folder(temporary)
-    made, path = os.stat(temporary), run_folder / name
+    check_is_there(temporary, made)
     os.rename(temporary, path)
     sync_folder(run_folder)
     check_is_there(path, made)
@@ -297,8 +298,7 @@ def publish(temporary, folder, run, step, description, keep):
 
 
 def check_is_there(path, made):
-    """Raise CheckpointError if `path` is not the folder whose os.stat is `made`: who owns a folder
-    above it may have given the name to another training's."""
+    """Raise CheckpointError unless `path` is the folder with this os.stat, not one that got its name."""
     if not os.path.exists(path) or not os.path.samestat(made, os.stat(path)):
         raise CheckpointError(f"another folder has the name {path.parents[1]} by now")
 
