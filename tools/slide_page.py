@@ -122,9 +122,9 @@ addEventListener("keydown", e => {
   if (e.key === "n") notes.style.display = notes.style.display === "block" ? "none" : "block";
   if (e.key === "c") count();
   if (e.key === "s") {
+    if (!speaker) begun = Date.now();
     speaker = open("", "speaker", "width=900,height=700");
     speaker.document.head.innerHTML = "<style>body { font: 22px/1.4 sans-serif; margin: 24px }</style>";
-    begun = Date.now();
     tell();
   }
 });
