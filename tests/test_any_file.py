@@ -29,7 +29,9 @@ import pytest
 import quiet_run
 import rehearse
 import slide_figures
+import spoil_code
 import stored_pictures
+import this_machine
 import wall
 import write_measurements
 
@@ -563,7 +565,8 @@ def clone(tmp_path, monkeypatch):
     root = tmp_path / "clone"
     (root / "notebooks").mkdir(parents=True)
     nbformat.write(nbformat.v4.new_notebook(), root / "notebooks" / "02_a.ipynb")
-    for name in ("page.md", 'a "ü" b.md'):
+    (root / "docs").mkdir()
+    for name in ("page.md", 'a "ü" b.md', make_site.LESSONS):
         (root / name).write_text("text")
     for words in (["init", "--quiet"], ["add", "--all"]):
         subprocess.run(["git", *words], cwd=root, check=True, timeout=60)
@@ -584,6 +587,45 @@ def test_a_file_that_cannot_be_handed_out_is_named_and_the_older_handout_stays(
     said = sentence_of(make_handout.main, monkeypatch)
     assert name in said and "make the handout again" in said
     assert (copy / 'a "ü" b.md').read_text() == "text", "also a name that git puts in quotes"
+
+
+@pytest.mark.processes
+def test_a_handout_of_something_else_than_the_course_leaves_the_older_one_as_it_is(
+    clone, tmp_path, monkeypatch
+):
+    make_handout.write_course(tmp_path / "handout" / "course")
+    (tmp_path / "handout" / "course" / ".git").mkdir()
+    for words in (["init", "--quiet"], ["rm", "--quiet", "--cached", make_site.LESSONS]):
+        subprocess.run(["git", *words], cwd=clone, check=True, timeout=60)
+    said = sentence_of(make_handout.main, monkeypatch)
+    assert f"git lists no {make_site.LESSONS}" in said and "use a clone" in said
+    assert (tmp_path / "handout" / "course" / "page.md").read_text() == "text"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("lists", ["handout", "site", "copies", "machine"])
+def test_a_tool_in_a_hook_of_another_repository_asks_about_the_course(
+    clone, tmp_path, monkeypatch, lists
+):
+    for tool in (make_site, spoil_code, this_machine):
+        monkeypatch.setattr(tool, "ROOT", clone)
+    author = "-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"
+    words = ["git", *author, "commit", "--quiet", "--message", "The course"]
+    subprocess.run(words, cwd=clone, check=True, timeout=60)
+    commit = this_machine.commit()
+    subprocess.run(["git", "init", "--quiet", tmp_path / "other"], check=True, timeout=60)
+    (tmp_path / "other" / ".git" / "info" / "exclude").write_text("*\n")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "other" / ".git" / "index"))
+    if lists == "handout":
+        assert make_handout.write_course(tmp_path / "handout" / "course")[0] == 4
+    elif lists == "site":
+        assert Path("page.md") in make_site.files_of_the_course(clone)
+    elif lists == "copies":
+        spoil_code.copy_repository(tmp_path / "copy")
+        assert (tmp_path / "copy" / "page.md").exists()
+    else:
+        assert commit == this_machine.commit() and re.fullmatch("[0-9a-f]{12}", commit)
 
 
 def full(*_, **__):

@@ -27,6 +27,7 @@ import make_site
 import nbformat
 from answers import answers_of
 from exercises import notebook_of
+from own_git import ask_git
 
 from files.claims import ClaimError, lock_folder
 from files.inputs import read_text
@@ -62,8 +63,6 @@ PACKED = """
 {}"""
 exec(compile(zlib.decompress(base64.b64decode(PACKED)), __file__, "exec"))
 '''
-# Variables with which git names a repository or a part of it.
-REPOSITORY = "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR"
 LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s\0\ud800-\udfff]*)(?:#[^)]*)?\)"
 CACHES = r"^!! .*(__pycache__|\.ipynb_checkpoints|\.pytest_cache|\.ruff_cache)/\"?$"
 # All that is not committed, whatever the user's own settings hide.
@@ -111,13 +110,16 @@ def make(flags):
 def write_course(folder):
     """Write the copy into `folder`. Returns the numbers of files and of cells without outputs."""
     try:
-        listed = subprocess.run(
-            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, timeout=60
-        ).stdout
+        listed = ask_git(ROOT, "ls-files", "-z")
     except (OSError, subprocess.SubprocessError):
         sys.exit("make_handout.py: git does not list the course's files; use a clone of your own")
     files = [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
     files = [file for file in files if os.path.isfile(ROOT / file) and not is_left_out(file)]
+    if make_site.LESSONS not in files:  # nothing of an older copy would stay
+        sys.exit(
+            f"make_handout.py: git lists no {make_site.LESSONS} in {ROOT}; use a clone of the course, or "
+            f"get the file back with: git checkout HEAD {make_site.LESSONS}"
+        )
     changed, hidden = {}, 0  # every file is read before the older copy is removed
     for file in files:
         if file.suffix == ".ipynb":
@@ -239,17 +241,12 @@ def commit(folder):
 
 def git(folder, *words):
     """Return what a command of git prints about the repository in `folder`, and in no other."""
-    # In a hook of git, GIT_DIR names the course's own repository; git also finds that one itself
-    # if the copy's is damaged.
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(REPOSITORY)
-    }
+    # Otherwise git finds the course's own repository if the copy's is damaged.
     settings = "user.name=course", "user.email=course@localhost", "commit.gpgsign=false"
     settings += ("core.hooksPath=/dev/null",)  # hooks are of people, such as a check of messages
-    command = ["git", "-C", folder, "--git-dir", ".git", "--work-tree", "."]
-    command += [word for setting in settings for word in ("-c", setting)]
-    options = {"capture_output": True, "timeout": 60, "env": environment}
-    return os.fsdecode(subprocess.run([*command, *words], check=True, **options).stdout)
+    own = ["--git-dir", ".git", "--work-tree", "."]
+    own += [word for setting in settings for word in ("-c", setting)]
+    return os.fsdecode(ask_git(folder, *own, *words))
 
 
 if __name__ == "__main__":

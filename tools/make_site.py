@@ -31,6 +31,7 @@ from formulas import with_formulas
 from jinja2 import TemplateError
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import InvalidNotebook
+from own_git import ask_git
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
@@ -309,9 +310,8 @@ def files_of_the_course(root):
     if root != ROOT:  # a copy, in which all files are wanted
         files = [path.relative_to(root) for path in root.rglob("[!.]*") if os.path.isfile(path)]
         return sorted(file for file in files if file.parts[0] != ".git")
-    words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        listed = subprocess.run(words, cwd=ROOT, capture_output=True, check=True, timeout=60).stdout
+        listed = ask_git(ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     except (OSError, subprocess.SubprocessError):
         sys.exit("make_site.py: git does not list the course's files; use a clone of your own")
     files = [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
