@@ -568,7 +568,9 @@ def clone(tmp_path, monkeypatch):
     (root / "docs").mkdir()
     for name in ("page.md", 'a "ü" b.md', make_site.LESSONS):
         (root / name).write_text("text")
-    for words in (["init", "--quiet"], ["add", "--all"]):
+    author = "-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"
+    commit = [*author, "commit", "--quiet", "--message", "The course"]
+    for words in (["init", "--quiet"], ["add", "--all"], commit):
         subprocess.run(["git", *words], cwd=root, check=True, timeout=60)
     monkeypatch.setattr(make_handout, "ROOT", root)
     monkeypatch.setattr(make_handout, "HANDOUT", tmp_path / "handout")
@@ -609,9 +611,6 @@ def test_a_tool_in_a_hook_of_another_repository_asks_about_the_course(
 ):
     for tool in (make_site, spoil_code, this_machine):
         monkeypatch.setattr(tool, "ROOT", clone)
-    author = "-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"
-    words = ["git", *author, "commit", "--quiet", "--message", "The course"]
-    subprocess.run(words, cwd=clone, check=True, timeout=60)
     commit = this_machine.commit()
     subprocess.run(["git", "init", "--quiet", tmp_path / "other"], check=True, timeout=60)
     (tmp_path / "other" / ".git" / "info" / "exclude").write_text("*\n")
@@ -626,6 +625,24 @@ def test_a_tool_in_a_hook_of_another_repository_asks_about_the_course(
         assert (tmp_path / "copy" / "page.md").exists()
     else:
         assert commit == this_machine.commit() and re.fullmatch("[0-9a-f]{12}", commit)
+
+
+@pytest.mark.processes
+def test_a_change_that_is_not_committed_is_named_and_handed_out(clone, tmp_path, capsys):
+    copy = tmp_path / "handout" / "course"
+    make_handout.write_course(copy)
+    assert capsys.readouterr().err == ""
+    cells = [nbformat.v4.new_code_cell("my_answer = 1")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), clone / "notebooks" / "02_a.ipynb")
+    (clone / 'a "ü" b.md').write_text("newer")
+    subprocess.run(["git", "add", "--all"], cwd=clone, check=True, timeout=60)
+    shutil.rmtree(copy)
+    make_handout.write_course(copy)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all("git stash -- " in line for line in said)
+    assert 'a "ü" b.md is handed out as it lies there' in said[0]
+    assert "notebooks/02_a.ipynb is handed out as it lies there" in said[1]
+    assert "my_answer" in (copy / "notebooks" / "02_a.ipynb").read_text()
 
 
 def full(*_, **__):

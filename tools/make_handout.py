@@ -30,7 +30,7 @@ from exercises import notebook_of
 from own_git import ask_git
 
 from files.claims import ClaimError, lock_folder
-from files.inputs import read_text
+from files.inputs import printable, read_text
 from files.outputs import not_written
 from guard.one_sentence import in_one_sentence, naming_files
 from pipeline.command_line import Parser
@@ -133,6 +133,7 @@ def write_course(folder):
         elif is_packed(file):
             changed[file] = packed(read_text(ROOT / file))
     check_is_copy(folder)
+    name_changes(files)
     with tempfile.TemporaryDirectory(prefix=make_site.UNFINISHED, dir=folder.parent) as made:
         for file in files:
             target = Path(made) / file
@@ -143,6 +144,23 @@ def write_course(folder):
                 target.write_text(changed[file], encoding="utf-8", errors="backslashreplace")
         make_site.replace_content(folder, Path(made), keep=[".git"])
     return len(files), hidden
+
+
+def name_changes(files):
+    """Name each of the files that the last commit does not have as it lies there.
+
+    An instructor may have written an answer into a notebook, and forgotten it.
+    """
+    said = ask_git(ROOT, "diff", "--name-only", "--no-renames", "--relative", "-z", "HEAD")
+    changed = set(said.split(b"\0"))
+    for file in files:
+        if os.fsencode(file) in changed:
+            name = printable(str(file))
+            print(
+                f"make_handout.py: {name} is handed out as it lies there, with changes since the last "
+                f"commit; to leave them out, run git stash -- {name} and make the handout again",
+                file=sys.stderr,
+            )
 
 
 def check_is_copy(folder):
