@@ -3,10 +3,10 @@
     make handout
 
 The copy has no solutions, no pages or tools for instructors and maintainers, and no tests, because
-tests contain right answers, too. Files of code that lessons run and that contain answers are
-packed: they run as before, and neither a look nor a search shows the answer. Cells below a question
-that asks for a guess have no output, so that the answer is not visible before the guess; running
-the cell shows it. Links to removed files become plain text.
+tests contain right answers, too. The checks, and other code that lessons run and that contains
+answers, are packed: they run as before, and neither a look nor a search shows the answer. Cells
+below a question that asks for a guess have no output, so that the answer is not visible before the
+guess; running the cell shows it. Links to removed files become plain text.
 
 The copy is a git repository of its own, and course.bundle is the same in one file, for `git clone`.
 Each further run adds one commit, so that `git pull` brings what has changed. The flags are those of
@@ -43,15 +43,27 @@ LEFT_OUT = (
     "docs/website.md",
     "notebooks/solutions", "slurm/accept.sbatch", "tests",
 )  # fmt: skip
-TOOLS = ("Dockerfile", "constraints.txt", "exercises.py", "make_submission.py")
+TOOLS = ("Dockerfile", "constraints.txt", "exercises.py", "jupyter", "make_submission.py")
 TARGETS = ("help", "lab", "run", "submission", "wheels")  # of the Makefile
-# The files that are packed, and the functions in them that are answers.
+# The checks are packed, because many compute the right answer; not the puzzles, which only ask.
+CHECKS, PUZZLES = Path("source_code/course/checks"), "puzzles.py"
+# The other files that are packed, and the functions in them that are answers.
 ANSWERS = {
     "small/pipeline.py": ("naive_step", "gpipe_step", "one_f_one_b_step", "interleaved_step"),
     "small/weight_stash.py": ("pipedream_run",),
     "small/split_backward.py": ("input_half", "weight_half"),
     "course/building/single_messages.py": ("forward", "backward", "gpipe_step", "one_f_one_b_step"),
     "course/building/zb_h1.py": ("backward_input", "zb_h1_step"),
+    # Lesson 12b itself shows the repair of its example, next_to_send.
+    "broken/pipelines/faults.py": (
+        "Cured.loss_to_go_back_from",
+        "Cured.layers_of_stages",
+        "Cured.keep_activation",
+        "Cured.order_of_receives",
+        "Cured.norm_to_clip_by",
+        "Cured.before_update",
+        "Cured.tied_gradient",
+    ),
 }
 PACKED = '''# SPDX-License-Identifier: Apache-2.0
 # Packed in the handout, since the text has answers of exercises. It runs as it is.
@@ -99,9 +111,11 @@ def make(flags):
     command = [sys.executable, ROOT / "tools" / "make_site.py", *flags]
     command += ["--of", HANDOUT / "course", "--into", HANDOUT / "site"]
     status = subprocess.run(command).returncode
+    course = HANDOUT / "course"
+    packed_files = sum(is_packed(file.relative_to(course)) for file in course.rglob("*.py"))
     print(
         f"build/handout: {copied} files in course and in course.bundle, without solutions, pages for "
-        f"instructors and tests; {len(ANSWERS)} files with answers are packed, and the outputs of "
+        f"instructors and tests; {packed_files} files with answers are packed, and the outputs of "
         f"{hidden} cells with answers are left out"
     )
     return status or int(bool(not_written))
@@ -179,12 +193,14 @@ def check_is_copy(folder):
 
 
 def is_left_out(file):
-    if file.parts[:1] == ("tools",) and file.name not in TOOLS:
-        return True
+    if file.parts[:1] == ("tools",):
+        return not any(name in TOOLS for name in file.parts[1:2])
     return any(file.is_relative_to(each) for each in LEFT_OUT)
 
 
 def is_packed(file):
+    if file.parent == CHECKS and file.suffix == ".py":
+        return file.name != PUZZLES
     return file.parts[:1] == ("source_code",) and "/".join(file.parts[1:]) in ANSWERS
 
 
@@ -225,7 +241,7 @@ def without_answers(notebook, file):
 
 def shows_answer(code):
     """Whether a cell shows the text of an answer that is packed."""
-    shown = re.findall(r'^source_of\("([^"]*)"(?:, "(\w+)")?\)', code, re.MULTILINE)
+    shown = re.findall(r'^source_of\("([^"]*)"(?:, "([\w.]+)")?\)', code, re.MULTILINE)
     return any(not name or name in ANSWERS[file] for file, name in shown if file in ANSWERS)
 
 
