@@ -332,6 +332,16 @@ def test_a_notebook_with_content_that_cannot_be_shown_costs_its_own_page(tmp_pat
     assert capsys.readouterr().out.startswith(f"skipped: {bad} ")
 
 
+@pytest.mark.parametrize("lesson", [nbformat.writes(nbformat.v4.new_notebook()), ""])
+def test_a_site_has_puzzles_where_their_lesson_can_be_read(tmp_path, lesson):
+    file = tmp_path / make_site.site_index.PUZZLE_LESSON
+    file.parent.mkdir()
+    file.write_text(lesson)
+    course = make_site.read_course(tmp_path, lives=True)
+    assert (make_site.PUZZLES in course.titles) == bool(lesson)
+    assert make_site.EXPLORER in course.titles
+
+
 def test_what_is_between_cells_of_text_and_code_is_no_answer_and_is_shown(tmp_path):
     question = {**MARKDOWN, "source": "Guess first."}
     cells = [question, {"cell_type": "raw", "metadata": {}, "source": "raw"}]
@@ -385,12 +395,16 @@ def test_a_stored_picture_that_is_damaged_is_drawn_anew():
         assert stored_pictures.drawn_from({"image/png": damaged}) is None
 
 
-def test_a_dead_link_is_named_with_its_file_and_a_fix(tmp_path):
+def test_a_dead_link_is_named_with_its_file_and_a_fix(tmp_path, capsys):
     course = make_site.Course(tmp_path, [], set(), {}, False)
-    with pytest.raises(SystemExit) as ended:
-        make_site.with_links('<a href="gone.md">x</a>', Path("docs/a.md"), course)
-    said, fix = ended.value.code.split("; ", 1)
-    assert "docs/a.md" in said and "gone.md" in said and "correct" in fix
+    dead = '<p><a title="t" href="gone.md">x</a> <img src="gone.png" alt="y"></p>'
+    left = make_site.with_links(dead, Path("docs/a.md"), course)
+    assert left == '<p><a title="t">x</a> <img alt="y"></p>', "the words stay"
+    lines = capsys.readouterr().out.splitlines()
+    for link, line in zip(("gone.md", "gone.png"), lines, strict=True):
+        said, fix = line.split("; ", 1)
+        assert said.startswith("skipped: ") and "docs/a.md" in said and link in said
+        assert "correct" in fix
     abroad = '<a href="HTTPS://example.org/">x</a>'
     assert make_site.with_links(abroad, Path("docs/a.md"), course) == abroad
 
@@ -408,10 +422,13 @@ def test_a_site_skips_what_cannot_be_a_page_and_removes_nothing_but_a_site(
     notebooks, tmp_path, monkeypatch, capsys
 ):
     (notebooks / "latin.py").write_bytes(b"# \xff")
+    (notebooks / "latin.svg").write_bytes(b"<svg>\xff</svg>")
     files = [path.relative_to(tmp_path) for path in notebooks.iterdir() if os.path.isfile(path)]
     shown = [file.name for file in files if make_site.is_readable(tmp_path, file)]
     assert shown == ["12_small.ipynb"]
-    assert "skipped: notebooks/latin.py is not a text\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "skipped: notebooks/latin.py is not a text\n" in said
+    assert "skipped: notebooks/latin.svg is not a picture\n" in said
     said = sentence_of(make_site.main, monkeypatch, "--of", tmp_path, "--into", notebooks)
     assert "something else than a site" in said and (notebooks / "12_small.ipynb").exists()
 

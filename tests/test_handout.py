@@ -35,9 +35,9 @@ def site(handout):
     """The folder of the handout's website."""
     folder = handout.parent / "site"
     command = [sys.executable, ROOT / "tools" / "make_site.py", "--static"]
-    subprocess.run(
-        [*command, "--of", handout, "--into", folder], check=True, capture_output=True, timeout=180
-    )
+    words = [*command, "--of", handout, "--into", folder]
+    made = subprocess.run(words, check=True, capture_output=True, text=True, timeout=180)
+    assert "skipped: " not in made.stdout, "a file or a link of the handout"
     return folder
 
 
