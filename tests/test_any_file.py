@@ -29,7 +29,9 @@ import pytest
 import quiet_run
 import rehearse
 import slide_figures
+import spoil_code
 import stored_pictures
+import this_machine
 import wall
 import write_measurements
 
@@ -330,6 +332,16 @@ def test_a_notebook_with_content_that_cannot_be_shown_costs_its_own_page(tmp_pat
     assert capsys.readouterr().out.startswith(f"skipped: {bad} ")
 
 
+@pytest.mark.parametrize("lesson", [nbformat.writes(nbformat.v4.new_notebook()), ""])
+def test_a_site_has_puzzles_where_their_lesson_can_be_read(tmp_path, lesson):
+    file = tmp_path / make_site.site_index.PUZZLE_LESSON
+    file.parent.mkdir()
+    file.write_text(lesson)
+    course = make_site.read_course(tmp_path, lives=True)
+    assert (make_site.PUZZLES in course.titles) == bool(lesson)
+    assert make_site.EXPLORER in course.titles
+
+
 def test_what_is_between_cells_of_text_and_code_is_no_answer_and_is_shown(tmp_path):
     question = {**MARKDOWN, "source": "Guess first."}
     cells = [question, {"cell_type": "raw", "metadata": {}, "source": "raw"}]
@@ -383,12 +395,16 @@ def test_a_stored_picture_that_is_damaged_is_drawn_anew():
         assert stored_pictures.drawn_from({"image/png": damaged}) is None
 
 
-def test_a_dead_link_is_named_with_its_file_and_a_fix(tmp_path):
+def test_a_dead_link_is_named_with_its_file_and_a_fix(tmp_path, capsys):
     course = make_site.Course(tmp_path, [], set(), {}, False)
-    with pytest.raises(SystemExit) as ended:
-        make_site.with_links('<a href="gone.md">x</a>', Path("docs/a.md"), course)
-    said, fix = ended.value.code.split("; ", 1)
-    assert "docs/a.md" in said and "gone.md" in said and "correct" in fix
+    dead = '<p><a title="t" href="gone.md">x</a> <img src="gone.png" alt="y"></p>'
+    left = make_site.with_links(dead, Path("docs/a.md"), course)
+    assert left == '<p><a title="t">x</a> <img alt="y"></p>', "the words stay"
+    lines = capsys.readouterr().out.splitlines()
+    for link, line in zip(("gone.md", "gone.png"), lines, strict=True):
+        said, fix = line.split("; ", 1)
+        assert said.startswith("skipped: ") and "docs/a.md" in said and link in said
+        assert "correct" in fix
     abroad = '<a href="HTTPS://example.org/">x</a>'
     assert make_site.with_links(abroad, Path("docs/a.md"), course) == abroad
 
@@ -406,10 +422,13 @@ def test_a_site_skips_what_cannot_be_a_page_and_removes_nothing_but_a_site(
     notebooks, tmp_path, monkeypatch, capsys
 ):
     (notebooks / "latin.py").write_bytes(b"# \xff")
+    (notebooks / "latin.svg").write_bytes(b"<svg>\xff</svg>")
     files = [path.relative_to(tmp_path) for path in notebooks.iterdir() if os.path.isfile(path)]
     shown = [file.name for file in files if make_site.is_readable(tmp_path, file)]
     assert shown == ["12_small.ipynb"]
-    assert "skipped: notebooks/latin.py is not a text\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "skipped: notebooks/latin.py is not a text\n" in said
+    assert "skipped: notebooks/latin.svg is not a picture\n" in said
     said = sentence_of(make_site.main, monkeypatch, "--of", tmp_path, "--into", notebooks)
     assert "something else than a site" in said and (notebooks / "12_small.ipynb").exists()
 
@@ -563,9 +582,12 @@ def clone(tmp_path, monkeypatch):
     root = tmp_path / "clone"
     (root / "notebooks").mkdir(parents=True)
     nbformat.write(nbformat.v4.new_notebook(), root / "notebooks" / "02_a.ipynb")
-    for name in ("page.md", 'a "ü" b.md'):
+    (root / "docs").mkdir()
+    for name in ("page.md", 'a "ü" b.md', make_site.LESSONS):
         (root / name).write_text("text")
-    for words in (["init", "--quiet"], ["add", "--all"]):
+    author = "-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"
+    commit = [*author, "commit", "--quiet", "--message", "The course"]
+    for words in (["init", "--quiet"], ["add", "--all"], commit):
         subprocess.run(["git", *words], cwd=root, check=True, timeout=60)
     monkeypatch.setattr(make_handout, "ROOT", root)
     monkeypatch.setattr(make_handout, "HANDOUT", tmp_path / "handout")
@@ -584,6 +606,60 @@ def test_a_file_that_cannot_be_handed_out_is_named_and_the_older_handout_stays(
     said = sentence_of(make_handout.main, monkeypatch)
     assert name in said and "make the handout again" in said
     assert (copy / 'a "ü" b.md').read_text() == "text", "also a name that git puts in quotes"
+
+
+@pytest.mark.processes
+def test_a_handout_of_something_else_than_the_course_leaves_the_older_one_as_it_is(
+    clone, tmp_path, monkeypatch
+):
+    make_handout.write_course(tmp_path / "handout" / "course")
+    (tmp_path / "handout" / "course" / ".git").mkdir()
+    for words in (["init", "--quiet"], ["rm", "--quiet", "--cached", make_site.LESSONS]):
+        subprocess.run(["git", *words], cwd=clone, check=True, timeout=60)
+    said = sentence_of(make_handout.main, monkeypatch)
+    assert f"git lists no {make_site.LESSONS}" in said and "use a clone" in said
+    assert (tmp_path / "handout" / "course" / "page.md").read_text() == "text"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("lists", ["handout", "site", "copies", "machine"])
+def test_a_tool_in_a_hook_of_another_repository_asks_about_the_course(
+    clone, tmp_path, monkeypatch, lists
+):
+    for tool in (make_site, spoil_code, this_machine):
+        monkeypatch.setattr(tool, "ROOT", clone)
+    commit = this_machine.commit()
+    subprocess.run(["git", "init", "--quiet", tmp_path / "other"], check=True, timeout=60)
+    (tmp_path / "other" / ".git" / "info" / "exclude").write_text("*\n")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "other" / ".git" / "index"))
+    if lists == "handout":
+        assert make_handout.write_course(tmp_path / "handout" / "course")[0] == 4
+    elif lists == "site":
+        assert Path("page.md") in make_site.files_of_the_course(clone)
+    elif lists == "copies":
+        spoil_code.copy_repository(tmp_path / "copy")
+        assert (tmp_path / "copy" / "page.md").exists()
+    else:
+        assert commit == this_machine.commit() and re.fullmatch("[0-9a-f]{12}", commit)
+
+
+@pytest.mark.processes
+def test_a_change_that_is_not_committed_is_named_and_handed_out(clone, tmp_path, capsys):
+    copy = tmp_path / "handout" / "course"
+    make_handout.write_course(copy)
+    assert capsys.readouterr().err == ""
+    cells = [nbformat.v4.new_code_cell("my_answer = 1")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), clone / "notebooks" / "02_a.ipynb")
+    (clone / 'a "ü" b.md').write_text("newer")
+    subprocess.run(["git", "add", "--all"], cwd=clone, check=True, timeout=60)
+    shutil.rmtree(copy)
+    make_handout.write_course(copy)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all("git stash -- " in line for line in said)
+    assert 'a "ü" b.md is handed out as it lies there' in said[0]
+    assert "notebooks/02_a.ipynb is handed out as it lies there" in said[1]
+    assert "my_answer" in (copy / "notebooks" / "02_a.ipynb").read_text()
 
 
 def full(*_, **__):

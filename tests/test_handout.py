@@ -18,6 +18,7 @@ from course.launch import ROOT
 from course.source import read_source
 
 pytestmark = pytest.mark.further  # a whole copy
+CHECKS = "source_code/course/checks"
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,9 @@ def site(handout):
     """The folder of the handout's website."""
     folder = handout.parent / "site"
     command = [sys.executable, ROOT / "tools" / "make_site.py", "--static"]
-    subprocess.run(
-        [*command, "--of", handout, "--into", folder], check=True, capture_output=True, timeout=180
-    )
+    words = [*command, "--of", handout, "--into", folder]
+    made = subprocess.run(words, check=True, capture_output=True, text=True, timeout=180)
+    assert "skipped: " not in made.stdout, "a file or a link of the handout"
     return folder
 
 
@@ -93,14 +94,34 @@ def test_the_website_of_the_handout_has_every_lesson_and_no_solution(site):
     assert "Right: legal;" not in index
 
 
+# Checks that compute the right answer as an exercise asks for it.
+IN_CHECKS = {
+    "course/checks/lesson_03.py": ["most_microbatches"],
+    "course/checks/lesson_05.py": ["best_chunks"],
+    "course/checks/lesson_11c.py": ["right_times"],
+}
+
+
+def functions_of(text):
+    """{name, or Class.name: the function} of a file of Python."""
+    found = {}
+    for node in ast.parse(text).body:
+        for inner in node.body if isinstance(node, ast.ClassDef) else ():
+            found[f"{node.name}.{getattr(inner, 'name', '')}"] = inner
+        found[getattr(node, "name", "")] = node
+    return found
+
+
 def bodies_of_answers():
     """{name of an answer: the lines of its body, without their common indentation}."""
     bodies = {}
-    for file, names in make_handout.ANSWERS.items():
+    for file, names in {**make_handout.ANSWERS, **IN_CHECKS}.items():
         text = (ROOT / "source_code" / file).read_text()
-        functions = {n.name: n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)}
+        functions = functions_of(text)
         for name in names:
-            first = functions[name].body[1].lineno  # below the docstring
+            function = functions[name]
+            described = ast.get_docstring(function)
+            first = function.body[1].lineno if described else function.lineno
             lines = text.splitlines()[first - 1 : functions[name].end_lineno]
             bodies[f"{file}, {name}"] = textwrap.dedent("\n".join(lines))
     return bodies
@@ -131,10 +152,8 @@ def spaced(text):
 @pytest.mark.processes
 def test_no_file_page_or_index_has_the_text_of_an_answer(handout, site):
     bodies = {name: spaced(body) for name, body in bodies_of_answers().items()}
-    assert any(
-        bodies["small/pipeline.py, naive_step"] in spaced(t)
-        for _, t in texts_of(ROOT / "source_code")
-    )
+    here = [spaced(text) for _, text in texts_of(ROOT / "source_code")]
+    assert not [name for name, body in bodies.items() if not any(body in text for text in here)]
     for folder in (handout, site):
         for path, text in texts_of(folder):
             seen = spaced(text)
@@ -147,7 +166,10 @@ def test_what_is_packed_runs_and_lessons_find_its_text(handout):
         command = [sys.executable, *f"source_code/small/{name}".split()]
         done = subprocess.run(command, cwd=handout, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0 and "largest difference" in done.stdout, done.stderr
-    for file in make_handout.ANSWERS:
+    checks = [file.relative_to(ROOT / "source_code") for file in (ROOT / CHECKS).glob("*.py")]
+    packed = [file for file in checks if file.name != "puzzles.py"]
+    for file in [*make_handout.ANSWERS, *packed]:
+        assert make_handout.is_packed(Path("source_code", file))
         text = (ROOT / "source_code" / file).read_text()
         assert read_source(handout / "source_code" / file) == text
         assert read_source(ROOT / "source_code" / file) == text
@@ -162,6 +184,13 @@ def test_what_is_packed_runs_and_lessons_find_its_text(handout):
     command = [sys.executable, "-c", code]
     lesson_03 = subprocess.run(command, cwd=handout / "source_code", capture_output=True, text=True)
     assert lesson_03.stdout.startswith("Not yet: deadlock: rank 2 waits")
+    code = (
+        "from broken.pipelines.faults import Cured; from course.checks import lesson_03;"
+        "lesson_03.most_microbatches(lambda *given: Cured.tied_gradient(1, 2))"
+    )
+    command = [sys.executable, "-c", code]
+    asked = subprocess.run(command, cwd=handout / "source_code", capture_output=True, text=True)
+    assert "Not yet: gpipe, 4 ranks, room for 4, 64 available: you say 3;" in asked.stdout
 
 
 def test_what_only_the_course_has_takes_no_end_of_another_line_along():
@@ -184,6 +213,8 @@ def test_what_the_handout_advertises_is_there(handout):
     assert used - set(re.findall(r"^([A-Z_]+) \??=", makefile, re.M)) == {
         "CURDIR", "LAB_FLAGS", "MAKEFILE_LIST", "WHEELS"
     }  # fmt: skip
+    for named in re.findall(r"\$\(CURDIR\)/([\w./-]+)", makefile):
+        assert (handout / named).exists(), f"Makefile: {named}"
     for path in [*handout.rglob("*.md"), *handout.rglob("*.ipynb"), *handout.glob("slurm/*")]:
         if path.is_dir():
             continue

@@ -25,12 +25,14 @@ PANELS = ("explore(", "time_machine(")  # what a cell calls that shows one
 @pytest.fixture(scope="module")
 def pages():
     """Every page of the site without Python in its pages, by its address, made anew."""
-    subprocess.run(
+    made = subprocess.run(
         [sys.executable, ROOT / "tools" / "make_site.py", "--static", "--into", SITE],
         check=True,
         capture_output=True,
+        text=True,
         timeout=180,
     )
+    assert "skipped: " not in made.stdout, "a file or a link of the course"
     found = {path.relative_to(SITE).as_posix(): path for path in SITE.rglob("*.html")}
     # Slides are copied as they are, where another test has made them.
     return {at: path.read_text() for at, path in found.items() if not at.startswith("slides/")}

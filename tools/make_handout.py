@@ -3,10 +3,10 @@
     make handout
 
 The copy has no solutions, no pages or tools for instructors and maintainers, and no tests, because
-tests contain right answers, too. Files of code that lessons run and that contain answers are
-packed: they run as before, and neither a look nor a search shows the answer. Cells below a question
-that asks for a guess have no output, so that the answer is not visible before the guess; running
-the cell shows it. Links to removed files become plain text.
+tests contain right answers, too. The checks, and other code that lessons run and that contains
+answers, are packed: they run as before, and neither a look nor a search shows the answer. Cells
+below a question that asks for a guess have no output, so that the answer is not visible before the
+guess; running the cell shows it. Links to removed files become plain text.
 
 The copy is a git repository of its own, and course.bundle is the same in one file, for `git clone`.
 Each further run adds one commit, so that `git pull` brings what has changed. The flags are those of
@@ -27,9 +27,10 @@ import make_site
 import nbformat
 from answers import answers_of
 from exercises import notebook_of
+from own_git import ask_git
 
 from files.claims import ClaimError, lock_folder
-from files.inputs import read_text
+from files.inputs import printable, read_text
 from files.outputs import not_written
 from guard.one_sentence import in_one_sentence, naming_files
 from pipeline.command_line import Parser
@@ -42,15 +43,27 @@ LEFT_OUT = (
     "docs/website.md",
     "notebooks/solutions", "slurm/accept.sbatch", "tests",
 )  # fmt: skip
-TOOLS = ("Dockerfile", "constraints.txt", "exercises.py", "make_submission.py")
+TOOLS = ("Dockerfile", "constraints.txt", "exercises.py", "jupyter", "make_submission.py")
 TARGETS = ("help", "lab", "run", "submission", "wheels")  # of the Makefile
-# The files that are packed, and the functions in them that are answers.
+# The checks are packed, because many compute the right answer; not the puzzles, which only ask.
+CHECKS, PUZZLES = Path("source_code/course/checks"), "puzzles.py"
+# The other files that are packed, and the functions in them that are answers.
 ANSWERS = {
     "small/pipeline.py": ("naive_step", "gpipe_step", "one_f_one_b_step", "interleaved_step"),
     "small/weight_stash.py": ("pipedream_run",),
     "small/split_backward.py": ("input_half", "weight_half"),
     "course/building/single_messages.py": ("forward", "backward", "gpipe_step", "one_f_one_b_step"),
     "course/building/zb_h1.py": ("backward_input", "zb_h1_step"),
+    # Lesson 12b itself shows the repair of its example, next_to_send.
+    "broken/pipelines/faults.py": (
+        "Cured.loss_to_go_back_from",
+        "Cured.layers_of_stages",
+        "Cured.keep_activation",
+        "Cured.order_of_receives",
+        "Cured.norm_to_clip_by",
+        "Cured.before_update",
+        "Cured.tied_gradient",
+    ),
 }
 PACKED = '''# SPDX-License-Identifier: Apache-2.0
 # Packed in the handout, since the text has answers of exercises. It runs as it is.
@@ -62,8 +75,6 @@ PACKED = """
 {}"""
 exec(compile(zlib.decompress(base64.b64decode(PACKED)), __file__, "exec"))
 '''
-# Variables with which git names a repository or a part of it.
-REPOSITORY = "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR"
 LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s\0\ud800-\udfff]*)(?:#[^)]*)?\)"
 CACHES = r"^!! .*(__pycache__|\.ipynb_checkpoints|\.pytest_cache|\.ruff_cache)/\"?$"
 # All that is not committed, whatever the user's own settings hide.
@@ -100,9 +111,11 @@ def make(flags):
     command = [sys.executable, ROOT / "tools" / "make_site.py", *flags]
     command += ["--of", HANDOUT / "course", "--into", HANDOUT / "site"]
     status = subprocess.run(command).returncode
+    course = HANDOUT / "course"
+    packed_files = sum(is_packed(file.relative_to(course)) for file in course.rglob("*.py"))
     print(
         f"build/handout: {copied} files in course and in course.bundle, without solutions, pages for "
-        f"instructors and tests; {len(ANSWERS)} files with answers are packed, and the outputs of "
+        f"instructors and tests; {packed_files} files with answers are packed, and the outputs of "
         f"{hidden} cells with answers are left out"
     )
     return status or int(bool(not_written))
@@ -111,13 +124,16 @@ def make(flags):
 def write_course(folder):
     """Write the copy into `folder`. Returns the numbers of files and of cells without outputs."""
     try:
-        listed = subprocess.run(
-            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, timeout=60
-        ).stdout
+        listed = ask_git(ROOT, "ls-files", "-z")
     except (OSError, subprocess.SubprocessError):
         sys.exit("make_handout.py: git does not list the course's files; use a clone of your own")
     files = [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
     files = [file for file in files if os.path.isfile(ROOT / file) and not is_left_out(file)]
+    if make_site.LESSONS not in files:  # nothing of an older copy would stay
+        sys.exit(
+            f"make_handout.py: git lists no {make_site.LESSONS} in {ROOT}; use a clone of the course, or "
+            f"get the file back with: git checkout HEAD {make_site.LESSONS}"
+        )
     changed, hidden = {}, 0  # every file is read before the older copy is removed
     for file in files:
         if file.suffix == ".ipynb":
@@ -131,6 +147,7 @@ def write_course(folder):
         elif is_packed(file):
             changed[file] = packed(read_text(ROOT / file))
     check_is_copy(folder)
+    name_changes(files)
     with tempfile.TemporaryDirectory(prefix=make_site.UNFINISHED, dir=folder.parent) as made:
         for file in files:
             target = Path(made) / file
@@ -141,6 +158,23 @@ def write_course(folder):
                 target.write_text(changed[file], encoding="utf-8", errors="backslashreplace")
         make_site.replace_content(folder, Path(made), keep=[".git"])
     return len(files), hidden
+
+
+def name_changes(files):
+    """Name each of the files that the last commit does not have as it lies there.
+
+    An instructor may have written an answer into a notebook, and forgotten it.
+    """
+    said = ask_git(ROOT, "diff", "--name-only", "--no-renames", "--relative", "-z", "HEAD")
+    changed = set(said.split(b"\0"))
+    for file in files:
+        if os.fsencode(file) in changed:
+            name = printable(str(file))
+            print(
+                f"make_handout.py: {name} is handed out as it lies there, with changes since the last "
+                f"commit; to leave them out, run git stash -- {name} and make the handout again",
+                file=sys.stderr,
+            )
 
 
 def check_is_copy(folder):
@@ -159,12 +193,14 @@ def check_is_copy(folder):
 
 
 def is_left_out(file):
-    if file.parts[:1] == ("tools",) and file.name not in TOOLS:
-        return True
+    if file.parts[:1] == ("tools",):
+        return not any(name in TOOLS for name in file.parts[1:2])
     return any(file.is_relative_to(each) for each in LEFT_OUT)
 
 
 def is_packed(file):
+    if file.parent == CHECKS and file.suffix == ".py":
+        return file.name != PUZZLES
     return file.parts[:1] == ("source_code",) and "/".join(file.parts[1:]) in ANSWERS
 
 
@@ -205,7 +241,7 @@ def without_answers(notebook, file):
 
 def shows_answer(code):
     """Whether a cell shows the text of an answer that is packed."""
-    shown = re.findall(r'^source_of\("([^"]*)"(?:, "(\w+)")?\)', code, re.MULTILINE)
+    shown = re.findall(r'^source_of\("([^"]*)"(?:, "([\w.]+)")?\)', code, re.MULTILINE)
     return any(not name or name in ANSWERS[file] for file, name in shown if file in ANSWERS)
 
 
@@ -239,17 +275,12 @@ def commit(folder):
 
 def git(folder, *words):
     """Return what a command of git prints about the repository in `folder`, and in no other."""
-    # In a hook of git, GIT_DIR names the course's own repository; git also finds that one itself
-    # if the copy's is damaged.
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(REPOSITORY)
-    }
+    # Otherwise git finds the course's own repository if the copy's is damaged.
     settings = "user.name=course", "user.email=course@localhost", "commit.gpgsign=false"
     settings += ("core.hooksPath=/dev/null",)  # hooks are of people, such as a check of messages
-    command = ["git", "-C", folder, "--git-dir", ".git", "--work-tree", "."]
-    command += [word for setting in settings for word in ("-c", setting)]
-    options = {"capture_output": True, "timeout": 60, "env": environment}
-    return os.fsdecode(subprocess.run([*command, *words], check=True, **options).stdout)
+    own = ["--git-dir", ".git", "--work-tree", "."]
+    own += [word for setting in settings for word in ("-c", setting)]
+    return os.fsdecode(ask_git(folder, *own, *words))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from formulas import with_formulas
 from jinja2 import TemplateError
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import InvalidNotebook
+from own_git import ask_git
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
@@ -41,7 +42,7 @@ sys.path.insert(0, str(ROOT / "source_code"))
 from schedule_map import draw_map  # noqa: E402
 
 from files.claims import LOCK, ClaimError, content_of, lock_folder, unlock_folder  # noqa: E402
-from files.inputs import InputError, read_text  # noqa: E402
+from files.inputs import InputError, printable, read_text  # noqa: E402
 from files.outputs import new_file_beside, not_written  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files, shortened  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
@@ -194,7 +195,8 @@ def read_course(root, lives, address="", site=None):
     folders = {parent for file in files for parent in file.parents}
     titles = {file: title_of(root / file) for file in files if file.suffix in PAGES}
     titles |= {INDEX: COURSE, LOST: "This page is not there"}
-    titles |= {EXPLORER: "The explorer", PUZZLES: "The puzzles"} if lives else {}
+    titles |= {EXPLORER: "The explorer"} if lives else {}
+    titles |= {PUZZLES: "The puzzles"} if lives and site_index.PUZZLE_LESSON in files else {}
     return Course(root, files, folders, titles, lives, address)
 
 
@@ -228,6 +230,7 @@ def write_pages(site, course):
     if course.lives:
         explorer = living_pages.whole_explorer()
         write(EXPLORER, site_index.EXPLORER_PAGE + explorer + site_index.ABOUT_EXPLORER)
+    if PUZZLES in course.titles:
         write(PUZZLES, with_links(puzzles_page(exporter, course), PUZZLES, course))
     if slides_of(course).is_file():
         copy_slides(site, course)
@@ -309,9 +312,8 @@ def files_of_the_course(root):
     if root != ROOT:  # a copy, in which all files are wanted
         files = [path.relative_to(root) for path in root.rglob("[!.]*") if os.path.isfile(path)]
         return sorted(file for file in files if file.parts[0] != ".git")
-    words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        listed = subprocess.run(words, cwd=ROOT, capture_output=True, check=True, timeout=60).stdout
+        listed = ask_git(ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     except (OSError, subprocess.SubprocessError):
         sys.exit("make_site.py: git does not list the course's files; use a clone of your own")
     files = [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
@@ -329,10 +331,11 @@ def is_readable(root, file):
             for cell in notebook_of(root / file).cells:
                 for output in cell.get("outputs", ()):
                     nbformat.validate(output, "output", version=4)  # nbconvert shows no other
-        elif file.suffix not in PICTURES:
+        elif file.suffix != ".png":
             read_text(root / file)
     except (InputError, nbformat.ValidationError):
-        print(f"skipped: {file} is not a {'notebook' if file.suffix == '.ipynb' else 'text'}")
+        kind = {".ipynb": "notebook", ".svg": "picture"}.get(file.suffix, "text")
+        print(f"skipped: {file} is not a {kind}")
         return False
     return True
 
@@ -433,7 +436,10 @@ def anchor_of(identifier):
 
 
 def with_links(body, file, course):
-    """Links and pictures of `file`, pointed at pages of the site; names of files become links."""
+    """Links and pictures of `file`, pointed at pages of the site; names of files become links.
+
+    A link to what is no page of the site is named, and only its words stay.
+    """
 
     known = {*course.files, *course.folders, *course.titles}
     known |= {SLIDES} if slides_of(course).is_file() else set()
@@ -446,10 +452,11 @@ def with_links(body, file, course):
             return f'{attribute}="{anchor or link}"'
         found = Path(os.path.normpath(file.parent / path))
         if found not in known:
-            raise SystemExit(
-                f"make_site.py: the link to {link} in {file} leads to no page of the site; correct it, or "
-                "mend the file that it names if that was skipped"
+            print(
+                f"skipped: the link to {printable(link)} in {file} leads to no page of the site; correct "
+                "it, or mend the file that it names if that was skipped"
             )
+            return re.sub(r"\s*\w+$", "", attribute)  # the words of a link, or of a picture, stay
         return f'{attribute}="{relative(found, file, course)}{anchor}"'
 
     def link_to_file(match):
@@ -499,7 +506,8 @@ def page_of(path, body, course):
     ways = {"The course": [lesson for lesson in lessons if lesson not in further]}
     ways |= {"Further lessons": further, "Beside the lessons": further_pages_of(course)}
     if course.lives:
-        ways = {"To play with": [EXPLORER, PUZZLES]} | ways
+        made = [page for page in (EXPLORER, PUZZLES) if page in course.titles]
+        ways = {"To play with": made} | ways
     title = course.titles.get(path, str(path))
     address = address_of(path, course.folders)
     above = "../" * (len(address.parts) - 1)

@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
+from own_git import ask_git  # noqa: E402
 from spoilt_code import course, extensions, guard, lab, pipeline, planning, scripts  # noqa: E402
 from spoilt_code.fault import StaleFaultError  # noqa: E402
 
@@ -89,13 +90,12 @@ def new_folder():
 
 def copy_repository(copy):
     """Copy the working tree, without what git ignores."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+        listed = ask_git(ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     except (OSError, subprocess.SubprocessError):
         sys.exit("git does not list the repository's files; install git, and use a clone")
     try:
-        for name in set(os.fsdecode(listed.stdout).split("\0")) - {""}:
+        for name in set(os.fsdecode(listed).split("\0")) - {""}:
             if (ROOT / name).is_file():  # otherwise it has just been deleted
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, copy / name)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from own_git import ask_git
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,10 +27,8 @@ def processor():
 def commit():
     """The repository's commit, with a + after it if files have been changed since."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 20, "check": True}
-        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **options).stdout.strip()
-        changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, timeout=60)
-        return head + "+" * bool(changed.returncode)
+        head = ask_git(ROOT, "rev-parse", "--short=12", "HEAD").decode().strip()
+        return head + "+" * bool(ask_git(ROOT, "diff", "--name-only", "HEAD"))
     return "unknown"
 
 

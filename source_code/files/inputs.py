@@ -44,6 +44,11 @@ def open_input(path):
             raise InputError(f"{path} cannot be read ({error.strerror})") from None
 
 
+def printable(name):
+    """The name of a file as it is printed: quoted if it has control characters of a terminal."""
+    return name if name.isprintable() else ascii(name)
+
+
 def open_at_once(path, flags):
     """Open without waiting for the other end of a named pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
