@@ -4,7 +4,7 @@
 #   RANKS_PER_NODE     for torchrun
 #   HEAD, PORT         where the ranks of this job meet
 #   LOGS               a folder of this job for what each rank prints
-# and seconds_left, until the job's time limit.
+# and seconds_left, until the job's time limit; own_folder, for one below build.
 # shellcheck shell=bash disable=SC2034  # what is set here the job scripts use
 set -euo pipefail
 
@@ -98,8 +98,21 @@ unset SLURM_CONSTRAINT  # of the shell that submitted; a step that wants it wait
 # srun does not take this over from sbatch by itself.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+# Makes folders, the last of them to write to. Where all may write to build, another user can be
+# first with a folder, or with a link that leads elsewhere what is written and removed. set -e has
+# no effect here, because job scripts source this file before ||.
+own_folder() {
+    local folder
+    for folder in "$@"; do
+        mkdir -p "$folder" 2>/dev/null ||
+            { echo "$PWD/${!#} cannot be made; submit from a copy of the course that you may write to" >&2; exit 2; }
+        [ ! -L "$folder" ] && [ -O "$folder" ] ||
+            { echo "$PWD/$folder is a link or another user's; submit from a copy of the course of your own" >&2; exit 2; }
+    done
+}
+
 LOGS=build/jobs/$SLURM_JOB_ID
-[ "${SLURM_RESTART_COUNT:-0}" != 0 ] || rm -rf "$LOGS"  # of an older cluster, which began at 1, too
-mkdir -p "$LOGS" 2>/dev/null ||
-    { echo "$PWD/$LOGS cannot be made; submit from a copy of the course that you may write to" >&2; exit 2; }
+own_folder build/jobs "$LOGS"
+# Of an older cluster, which began at 1, too.
+[ "${SLURM_RESTART_COUNT:-0}" != 0 ] || { rm -rf "$LOGS"; own_folder "$LOGS"; }
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, attempt $((${SLURM_RESTART_COUNT:-0} + 1))"

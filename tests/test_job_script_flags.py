@@ -174,6 +174,50 @@ def test_a_job_that_has_no_place_to_meet_or_to_write_starts_no_ranks(job, tmp_pa
     assert not any(word.endswith("srun") for word in called)
 
 
+@pytest.mark.parametrize("theirs", ["a link", "a folder"])
+@pytest.mark.parametrize(
+    ("script", "place"),
+    [
+        ("train.sbatch", "build/jobs"),
+        ("train.sbatch", "build/jobs/17"),
+        ("jupyter.sbatch", "build/jobs/17"),
+        ("sweep.sbatch", "build/sweep-17"),
+    ],
+)
+def test_a_folder_that_another_user_made_first_gets_nothing_and_loses_nothing(
+    job, tmp_path, script, place, theirs
+):
+    """In a folder `build` to which all may write."""
+    if theirs == "a folder" and os.getuid() != 0:
+        pytest.skip("only root may give a folder away")
+    mine = tmp_path / "mine"
+    (mine / "17").mkdir(parents=True)
+    (mine / "precious").touch(), (mine / "17" / "precious").touch()
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).symlink_to(mine) if theirs == "a link" else mine.rename(tmp_path / place)
+    os.chown(tmp_path / place, 12345, -1, follow_symlinks=False) if os.getuid() == 0 else None
+    status, called, said = job(script, SLURM_CPUS_ON_NODE="1")
+    assert (status, said.count("\n")) == (2, 1)
+    assert f"{tmp_path / place} is a link or another user's; submit from a copy" in said
+    found = sorted(path.name for path in (tmp_path / place).rglob("*"))
+    assert found == ["17", "precious", "precious"]
+    assert not any(word.endswith("srun") for word in called)
+
+
+def test_the_card_of_jupyterlab_is_written_anew_and_not_through_a_link(job, tmp_path):
+    card, precious = tmp_path / "build/jobs/17/jupyter.url", tmp_path / "precious"
+    precious.write_text("kept")
+    card.parent.mkdir(parents=True)
+    card.symlink_to(precious)
+    with open(tmp_path / "site.env", "a") as site:
+        site.write("COURSE_PYTHON=true\n")  # in place of JupyterLab
+    changed = {"SLURM_RESTART_COUNT": "1", "SLURM_CPUS_ON_NODE": "1", "MASTER_ADDR": "127.0.0.1"}
+    status, _, said = job("jupyter.sbatch", **changed)
+    assert (status, said, precious.read_text()) == (0, "", "kept")
+    assert not card.is_symlink() and card.stat().st_mode & 0o777 == 0o600
+    assert "?token=" in card.read_text()
+
+
 COURSE_S_OWN = sorted(
     {path.name for path in (ROOT / "slurm").glob("*.sbatch")} - {"program.sbatch"}
 )
