@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 
 import architecture
@@ -170,6 +172,61 @@ def test_in_a_copy_of_the_course_nothing_is_fetched_installed_or_printed():
         command = [sys.executable, "-c", code + "\nimport course.launch"]
         ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def found_by(folder):
+    """What the first cell, run in a notebook's `folder`, puts into sys.path, and what it says."""
+    text = make_hosted.FIRST_CELL.read_text()
+    code = f"import sys\nbefore = list(sys.path)\nexec({text!r})\n"
+    code += "print([name for name in sys.path if name not in before])"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    return ended.stdout.strip(), ended.stderr
+
+
+@pytest.fixture
+def everybodys():
+    """A folder in which everybody may make files, such as /tmp, and a lesson's folder in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(os.path.realpath(folder))
+        folder.chmod(0o1777)
+        (folder / "course" / "notebooks").mkdir(parents=True)
+        yield folder
+
+
+def put_course(code):
+    (code / "course").mkdir(parents=True)
+    (code / "course" / "hosted.py").write_text("def prepare():\n    pass\n")
+    return code
+
+
+def test_nothing_but_the_course_is_found_for_an_import(everybodys):
+    course = put_course(everybodys / "course" / "source_code")
+    put_course(everybodys / "source_code")
+    for folder in (everybodys / "course", everybodys / "course" / "notebooks"):
+        assert found_by(folder) == (str([str(course)]), "")
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root gives away")
+@pytest.mark.parametrize(
+    ("made", "code", "folder"),
+    [
+        ("source_code", "source_code", "course"),
+        ("source_code", "source_code", "course/notebooks"),
+        ("fetched_course", "fetched_course/source_code", "."),
+    ],
+)
+def test_a_course_that_another_user_has_put_into_a_common_folder_is_not_run(
+    everybodys, made, code, folder
+):
+    code = put_course(everybodys / code)
+    assert found_by(everybodys / folder) == (str([str(code)]), "")
+    os.chown(everybodys / made, 12345, 12345)
+    printed, said = found_by(everybodys / folder)
+    assert printed == "" and "neither beside nor above it, or is another user's" in said
+    everybodys.chmod(0o755)  # where nobody else makes files
+    assert found_by(everybodys / folder) == (str([str(code)]), "")
 
 
 @further

@@ -13,11 +13,22 @@ class NoCourse(Exception):
         return [str(self)]  # the sentence alone
 
 
-if not any(map(os.path.isdir, PLACES)):
-    if not ADDRESS:
+def place_of_course():
+    """The first place that is there, unless another user has made it where everybody may."""
+    for place in filter(os.path.isdir, PLACES):
+        made = "fetched_course" if place.startswith("fetched_course/") else place
+        common = (
+            os.stat(os.path.dirname(made) or ".").st_mode & 0o1000
+        )  # everybody makes files there
+        if not common or os.lstat(made).st_uid in (0, os.geteuid()):
+            return os.path.abspath(place)
+
+
+if not place_of_course():
+    if not ADDRESS or os.path.lexists("fetched_course"):
         raise NoCourse(
             "This notebook needs the course's folder source_code, which is neither beside nor above "
-            "it: open the notebook in a copy of the whole course."
+            "it, or is another user's: open the notebook in a copy of the whole course."
         )
     try:
         with tempfile.TemporaryDirectory(dir=".") as folder:
@@ -33,7 +44,8 @@ if not any(map(os.path.isdir, PLACES)):
             "notebook in a copy of the whole course."
         ) from None
     print(f"Fetched the course from {ADDRESS} into the folder fetched_course.")
-sys.path[:0] = [place for place in PLACES if place not in sys.path]
+if place_of_course() not in sys.path:
+    sys.path.insert(0, place_of_course())
 
 from course import hosted
 
