@@ -21,9 +21,7 @@ PATH=$PATH:/usr/sbin:/sbin
 main() {
     read_arguments "$@"
     case $command in
-        start) start ;;
-        stop) stop ;;
-        status) status ;;
+        start | stop | status) "$command" ;;
         env) print_environment ;;
     esac
 }
@@ -48,9 +46,9 @@ read_arguments() {
         esac
         shift 2
     done
-    [ -n "$folder" ] ||
-        reject "there is no home of yours for the cluster's folder; name one, yours or somebody else's, with --folder"
+    [ -n "$folder" ] || reject "there is no home of yours for the cluster's folder; name one, yours or somebody else's, with --folder"
     [ ! -L "${folder%/}" ] || reject "$folder is a link; name the folder itself with --folder"
+    check_links "$(dirname -- "$folder")"
     folder=$(realpath -m -- "$folder")
     export SLURM_CONF=$folder/slurm.conf
     [ ! -e "$folder" ] || check_owner
@@ -74,6 +72,16 @@ usual_folder() {
             fi
         done
     fi
+}
+
+# Another user's link on the way to a folder, or on a link's way, would lead where that user wants.
+check_links() {
+    [[ $1 = [/.] ]] || check_links "$(dirname -- "$1")"
+    [ -L "$1" ] || return 0
+    [[ $(stat -c %u -- "$1") =~ ^($(id -u)|0)$ ]] || reject "$1 is another user's link; name another --folder"
+    local target; target=$(readlink -- "$1")
+    [[ $target = /* ]] || target=$(dirname -- "$1")/$target
+    [ ! -e "$1" ] || check_links "$target"  # else it leads nowhere, or in a circle
 }
 
 # A cluster's configuration names programs that SLURM's commands load, so another user's is not
@@ -386,8 +394,7 @@ print_environment() {
 folder_flag() {
     local usual
     usual=$(usual_folder)
-    [ "$folder" = "$(realpath -m "${usual:-/}")" ] ||
-        echo " --folder $folder"
+    [ "$folder" = "$(realpath -m "${usual:-/}")" ] || echo " --folder $folder"
 }
 
 main "$@"

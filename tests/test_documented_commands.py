@@ -17,7 +17,7 @@ from course.launch import ROOT
 
 BIN = Path(sys.executable).parent
 FIRST_WORDS = (
-    r"(\.|\.ci/run|\.venv/bin/\w+|apptainer|docker|python3|touch|[A-Z_]+=\S+|bash|cd|chmod|cp|done|eval|export|grep|for \w+ in|git|make|mkdir"
+    r"(\.|\.ci/run|\.venv/bin/\w+|apptainer|docker|python3|touch|[A-Z_]+=\S+|bash|cd|chmod|cp|done|eval|export|find|grep|for \w+ in|git|make|mkdir"
     r"|patch|pip|python|sacctmgr|sbatch|scancel|scontrol|sed|sinfo|slurm/local_cluster\.sh|source"
     r"|squeue|srun|ssh|sudo|tail|torchrun)"
 )
@@ -96,7 +96,7 @@ KINDS = [
         "tests/test_flight_log_anywhere.py records programs and compares their logs",
     ),
     (r"(sudo|scontrol|scancel|squeue|sacctmgr|ssh|git|pip|chmod|sed|export|cd|mkdir)\b", ELSEWHERE),
-    (r"(for name in|tail|done)\b", "test_instructors.py runs the loop over participants"),
+    (r"(for name in|find|done)\b", "test_instructors.py runs the loop over participants"),
     (r"(bash|python3|\.venv/bin/pip|\.ci/run)$", ELSEWHERE),
     (r"(apptainer|docker|python3 -m venv|touch|\.venv/bin/pip install)\b|COURSE_\w+=", ELSEWHERE),
     (r"(torchrun( --nproc-per-node [23])?|[A-Z_]+=\S+)$", "is only a part of a command"),

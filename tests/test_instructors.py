@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 import subprocess
 import sys
@@ -379,9 +380,11 @@ def test_on_a_phone_a_tap_turns_the_slides_which_are_as_wide_as_the_screen(slide
 
 def test_the_loop_over_participants_names_those_whose_preflight_has_not_passed(tmp_path):
     (loop,) = re.findall(r"^```\n(for name in .*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    (tmp_path / "participants.txt").write_text("ada\ngrace\nemmy\n")
+    (tmp_path / "participants.txt").write_text("ada\ngrace\nemmy\nalan\nkurt\n")
     (tmp_path / "ada.out").write_text("all checks passed\nstatus 0\n")
     (tmp_path / "grace.out").write_text("one check failed\nstatus 1\n")
-    words = ["bash", "-c", loop.replace("/shared/signed-in", str(tmp_path))]
+    os.mkfifo(tmp_path / "alan.out")  # all may make what they like in that folder
+    (tmp_path / "kurt.out").symlink_to("ada.out")
+    words = ["timeout", "5", "bash", "-c", loop.replace("/shared/signed-in", str(tmp_path))]
     printed = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=10)
-    assert (printed.stdout, printed.stderr) == ("grace\nemmy\n", "")
+    assert (printed.stdout, printed.stderr) == ("grace\nemmy\nalan\nkurt\n", "")

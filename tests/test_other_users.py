@@ -93,6 +93,22 @@ def test_a_cluster_folder_below_a_folder_of_another_user_is_never_used(everybody
     assert said.startswith(f"{above}, which {above}/cluster lies in, can be changed by others")
 
 
+@needs_root
+def test_another_users_link_on_the_way_leads_to_no_cluster_folder(everybodys, no_daemons):
+    own, link, to_it = (everybodys / name for name in ("own", "link", "to_it"))
+    own.mkdir(0o755)
+    link.symlink_to("own")
+    to_it.symlink_to(link)
+    ours = local_cluster("status", to_it / "new")
+    assert ours.stdout == f"no cluster is running in {os.path.realpath(own)}/new\n"
+    os.chown(link, OTHER, OTHER, follow_symlinks=False)
+    for way in (link, link / "missing", link / ".." / "own", to_it):
+        for command in ("start", "status", "env", "stop"):
+            said = refusal(local_cluster(command, way / "new", PATH=no_daemons))
+            assert said == f"{link} is another user's link; name another --folder"
+    assert list(own.iterdir()) == []
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
 def test_a_cluster_folder_that_others_may_write_to_is_never_used(everybodys, mode):
     folder = everybodys / "cluster"

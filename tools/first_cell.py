@@ -14,11 +14,11 @@ class NoCourse(Exception):
 
 
 def place_of_course():
-    """The first place that is there, and that no other user has made in a folder such as /tmp."""
+    """The first place that is there, unless another user has made it where everybody may."""
     for place in filter(os.path.isdir, PLACES):
         made = "fetched_course" if place.startswith("fetched_course/") else place
-        common = os.stat(os.path.dirname(made) or ".").st_mode & 0o1000  # all may make files there
-        if not common or os.lstat(made).st_uid in (0, os.geteuid()):
+        above = os.stat(os.path.dirname(made) or ".")
+        if not above.st_mode & 0o1000 or os.lstat(made).st_uid in (0, os.geteuid()):
             return os.path.abspath(place)
 
 
