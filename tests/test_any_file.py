@@ -415,8 +415,8 @@ def test_a_stored_picture_that_is_damaged_is_drawn_anew():
 def test_a_dead_link_is_named_with_its_file_and_a_fix(tmp_path, capsys):
     course = make_site.Course(tmp_path, [], set(), {}, False)
     dead = '<p><a title="t" href="gone.md">x</a> <img src="gone.png" alt="y"></p>'
-    left = make_site.with_links(dead, Path("docs/a.md"), course)
-    assert left == '<p><a title="t">x</a> <img alt="y"></p>', "the words stay"
+    left = make_site.with_links(dead + dead, Path("docs/a.md"), course)
+    assert left[: len(left) // 2] == '<p><a title="t">x</a> <img alt="y"></p>', "the words stay"
     lines = capsys.readouterr().out.splitlines()
     for link, line in zip(("gone.md", "gone.png"), lines, strict=True):
         said, fix = line.split("; ", 1)
