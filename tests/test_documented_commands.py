@@ -202,6 +202,17 @@ def test_a_notebook_edited_as_text_comes_back_with_all_its_cells(tmp_path):
     assert ["".join(cell["source"]) for cell in after] == ["".join(c["source"]) for c in before]
 
 
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]
+PAGES.remove(ROOT / "docs" / "changelog.md")  # it names files as they were called then
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[path.name for path in PAGES])
+def test_a_file_that_a_page_names_is_there(page):
+    folders = "docs|images|notebooks|slurm|source_code|tests|tools"
+    for file in re.findall(rf"`((?:{folders})/[\w/.-]+\.\w+)`", page.read_text()):
+        assert (ROOT / file).is_file(), file
+
+
 MAKE = [command for command in COMMANDS if re.match(r"(\w+=1 )?make\b", command)]
 
 

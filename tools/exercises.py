@@ -12,7 +12,7 @@ sys.modules.setdefault("rfc3987_syntax", None)
 
 import nbformat  # noqa: E402
 
-from files.inputs import MEBIBYTE, InputError, read_text  # noqa: E402
+from files.inputs import MEBIBYTE, InputError, printable, read_text  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
 MOST_BYTES = 64 * MEBIBYTE  # of a notebook; the course's largest has one
@@ -117,12 +117,12 @@ def read_notebooks(folder=NOTEBOOKS):
             exercises = [exercise for _, exercise in exercises_of(cells, lesson_of(path))]
             other = next((whose[one.name] for one in exercises if one.name in whose), None)
             if other:
-                skipped.append(f"{path.name} has exercises of {other}, which counts")
+                skipped.append(f"{printable(path.name)} has exercises of {other}, which counts")
                 continue
-            whose |= {exercise.name: path.name for exercise in exercises}
+            whose |= {exercise.name: printable(path.name) for exercise in exercises}
             found[path] = exercises
         except InputError as error:
-            skipped.append(str(error).replace(str(path), path.name))
+            skipped.append(str(error).replace(str(path), printable(path.name)))
     return dict(sorted(found.items())), sorted(skipped)
 
 

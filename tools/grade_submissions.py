@@ -17,7 +17,7 @@ from pathlib import Path
 from exercises import read_notebooks
 from make_submission import FORM, MOST_LETTERS
 
-from files.inputs import read_as_it_is
+from files.inputs import printable, read_as_it_is
 from files.outputs import not_written, write_whole
 from guard.one_sentence import in_one_sentence, naming_files
 from pipeline.command_line import Parser
@@ -69,9 +69,7 @@ def read_all(folder):
         try:
             submissions[file.name] = read(file)
         except ValueError as error:
-            # Anybody may hand in, and a name may have control characters of a terminal.
-            name = file.name if file.name.isprintable() else ascii(file.name)
-            skipped.append(f"{name} {error}")
+            skipped.append(f"{printable(file.name)} {error}")  # anybody may hand in
     return submissions, skipped
 
 

@@ -443,6 +443,7 @@ def with_links(body, file, course):
 
     known = {*course.files, *course.folders, *course.titles}
     known |= {SLIDES} if slides_of(course).is_file() else set()
+    dead = {}  # in the order of the page
 
     def target(match):
         attribute, link = match[1], html.unescape(match[2])
@@ -452,10 +453,7 @@ def with_links(body, file, course):
             return f'{attribute}="{anchor or link}"'
         found = Path(os.path.normpath(file.parent / path))
         if found not in known:
-            print(
-                f"skipped: the link to {printable(link)} in {file} leads to no page of the site; correct "
-                "it, or mend the file that it names if that was skipped"
-            )
+            dead[link] = True
             return re.sub(r"\s*\w+$", "", attribute)  # the words of a link, or of a picture, stay
         return f'{attribute}="{relative(found, file, course)}{anchor}"'
 
@@ -466,6 +464,11 @@ def with_links(body, file, course):
         return f'<a href="{relative(named, file, course)}">{match[0]}</a>'
 
     body = re.sub(r'(<(?:a|img)\b[^>]*?\b(?:href|src))="([^"]*)"', target, body)
+    for name in dead:
+        print(
+            f"skipped: the link to {printable(name)} in {file} leads to no page of the site; correct it, or "
+            "mend the file that it names if that was skipped"
+        )
     return re.sub(
         r"<(?:a|pre)\b.*?</(?:a|pre)>|<code>([\w./-]+)</code>", link_to_file, body, flags=re.S
     )

@@ -31,7 +31,7 @@ from exercises import NOTEBOOKS, exercises_of, lesson_of, notebook_of, read_note
 
 from course.building.endless_loops import endless_loops_ended  # noqa: E402
 from course.progress import FOLDER_VARIABLE, OFF, name_of_person  # noqa: E402
-from files.inputs import InputError  # noqa: E402
+from files.inputs import InputError, printable  # noqa: E402
 from files.outputs import (  # noqa: E402
     can_be_written,  # noqa: E402
     not_written,
@@ -76,10 +76,11 @@ def main():
             try:
                 found = run_apart(path)
             except InputError as error:  # it has changed since all were read
-                print(f"skipped: {error}", flush=True)
+                said = str(error).replace(str(path), printable(str(path)))
+                print(f"skipped: {said}", flush=True)
                 continue
             right = sum(answer["said"].startswith("Right: ") for answer in found)
-            print(f"lesson {lesson_of(path)}: {right} of {len(found)} right", flush=True)
+            print(f"lesson {printable(lesson_of(path))}: {right} of {len(found)} right", flush=True)
             answers += found
     if not answers:
         sys.exit(

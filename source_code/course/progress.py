@@ -16,7 +16,7 @@ import time
 import unicodedata
 from pathlib import Path
 
-from files.inputs import read_as_it_is
+from files.inputs import printable, read_as_it_is
 
 FOLDER_VARIABLE = "COURSE_PROGRESS"
 NAME_VARIABLE = "COURSE_NAME"
@@ -97,27 +97,28 @@ def read_progress(folder):
     """
     people, skipped = {}, []
     for file in sorted(Path(folder).iterdir()):
+        name = printable(file.name)  # anybody may write there
         try:
             if file.is_symlink():
-                skipped.append(f"{file.name} is a link, which is not followed")
+                skipped.append(f"{name} is a link, which is not followed")
                 continue
             if file.suffix != ".jsonl" or not file.is_file():
-                skipped.append(f"{file.name} is not a file of progress")
+                skipped.append(f"{name} is not a file of progress")
                 continue
             if file.stat().st_size > MOST_BYTES:
-                skipped.append(f"{file.name} is too large for a file of progress")
+                skipped.append(f"{name} is too large for a file of progress")
                 continue
             *lines, _ = read_as_it_is(file, MOST_BYTES).split(b"\n")
         except OSError as error:
-            skipped.append(f"{file.name} cannot be read: {error.strerror}")
+            skipped.append(f"{name} cannot be read: {error.strerror}")
             continue
         if len(lines) > MOST_LINES:
-            skipped.append(f"{file.name} has too many lines for a file of progress")
+            skipped.append(f"{name} has too many lines for a file of progress")
             continue
         records = [record for record in map(read_line, lines) if record]
         damaged = len(lines) - len(records)
         if damaged:
-            skipped.append(f"{file.name}: {damaged} of {len(lines)} lines are damaged")
+            skipped.append(f"{name}: {damaged} of {len(lines)} lines are damaged")
         if records:
             people[file.stem] = sorted(records, key=lambda record: record["time"])
     return people, skipped
