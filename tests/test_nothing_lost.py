@@ -297,6 +297,25 @@ def test_a_second_fine_tuning_into_one_folder_ends_before_it_trains(tmp_path):
         run_on_ranks(fine_tune, 2, str(model), str(out))
 
 
+def fine_tune_apart(rank, model, folder):
+    """On a rank: `fine_tune` into a folder that the ranks do not share."""
+    os.chdir(f"{folder}/{rank}")
+    return fine_tune(rank, model, "new")
+
+
+@pytest.mark.parametrize("made", [[], ["0/new", "1/new"]])
+def test_a_folder_that_the_ranks_do_not_share_is_rejected_before_the_training(tmp_path, made):
+    model = save_library_model(tmp_path / "model", "llama")
+    for name in ("0", "1", *made):
+        (tmp_path / name).mkdir()
+    sentence = "--save new: rank 1 does not see the folder that rank 0 has made; name one"
+    with pytest.raises(RunFailed, match=sentence) as ended:
+        run_on_ranks(fine_tune_apart, 2, str(model), str(tmp_path))
+    assert "step 0" not in str(ended.value)
+    left = [str(path.relative_to(tmp_path)) for path in tmp_path.glob("[01]/**/*")]
+    assert sorted(left) == made
+
+
 def fine_tune_beside(rank, model, out, name):
     """On a rank: `fine_tune`, where somebody makes the file `name` in `out` before the save."""
     save = saved_output.save_model

@@ -8,13 +8,14 @@ config.json is written last: without it no reader takes the folder for a model.
 import atexit
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from extensions.real_models.saved_folder import INDEX, ONE_FILE, TOKENIZER_OF_MODEL, is_tied_copy
 from extensions.real_models.saved_part import name_in_file
 from extensions.real_models.saved_settings import CONFIG_FILE
 from extensions.real_models.tensor_files import write_tensors
-from files.claims import ClaimError, NewFolder
+from files.claims import LOCK, ClaimError, NewFolder
 from files.inputs import InputError, read_bytes
 from files.outputs import not_written, replace_file, to_json, write_whole
 from pipeline.collectives import gather, share
@@ -45,9 +46,37 @@ def claim_output(arguments, job, flag, folder):
     except OSError as error:
         problem = f"{flag} {folder} cannot be written ({error.strerror}); name a folder of yours"
     problem = share(job, problem)
+    sees = gather(job, problem or job.rank == 0 or sees_claim(folder))
+    if job.rank == 0 and not all(sees):
+        who = f"rank {sees.index(False)} does not see the folder that rank 0 has made"
+        problem = f"{flag} {folder}: {who}; name one that all nodes share"
+    problem = share(job, problem)
     if problem:
+        if arguments.claimed:
+            arguments.claimed.give_up()  # now: the launcher may kill this rank once another has ended
         job.leave()
         raise SystemExit(problem)
+
+
+def sees_claim(folder):
+    """Return whether the folder that rank 0 has claimed is the one that this rank sees.
+
+    A look is not enough: a network file system may remember for a minute that nothing was there.
+    Its server decides what can be made, and it refuses what rank 0 has made.
+    """
+    folder = Path(folder)
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir()
+            folder.rmdir()
+            return False
+        open(folder / LOCK, "xb").close()
+        (folder / LOCK).unlink()
+    except FileExistsError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def save_trained(arguments, job, stages, flag, folder, beside):
