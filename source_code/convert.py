@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import time
+from contextlib import suppress
 from shlex import quote
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from extensions.checkpointing.checkpoint import Checkpoints, Training
 from extensions.checkpointing.checkpoint_folder import (
     CheckpointError,
     find_checkpoint,
+    name_of_step,
 )
 from extensions.checkpointing.whole_checkpoint import read_weights
 from extensions.inference.saved_model import newest_checkpoint
@@ -38,6 +40,7 @@ from extensions.real_models.saved_output import (
 )
 from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out
 from extensions.real_models.saved_settings import CONFIG_FILE, SIZE_FLAGS, settings_from
+from files.claims import is_in_place
 from files.inputs import InputError, parse_json
 from files.outputs import not_written
 from guard.around_main import guarded
@@ -109,8 +112,8 @@ def bring_in(arguments):
     problem = checkpoints.prepare()
     if problem is None:
         problem = checkpoints.write(training.state(checkpoints.job), 0, time.perf_counter())
-        if problem:  # the folder is new again, so that the same command works once there is room
-            shutil.rmtree(os.path.join(arguments.checkpoints, FIRST_RUN), ignore_errors=True)
+        if problem and is_in_place(checkpoints.claim, checkpoints.folder):
+            remove_first(os.path.join(checkpoints.folder, checkpoints.run))
     checkpoints.finish()
     checkpoints.job.leave()
     if problem:
@@ -119,6 +122,16 @@ def bring_in(arguments):
     words = " ".join(f"{flag} {size}" for flag, size in sizes.items())
     print(f"continue with pretrain_llama.py --checkpoints {quote(arguments.checkpoints)} {words}")
     return 0
+
+
+def remove_first(run_folder):
+    """Remove what a failed save has made, so that the same command works once there is room.
+
+    Only this: somebody may have put other files there.
+    """
+    shutil.rmtree(os.path.join(run_folder, name_of_step(0)), ignore_errors=True)
+    with suppress(OSError):
+        os.rmdir(run_folder)
 
 
 def read_newest(folder):
@@ -180,7 +193,8 @@ def read_model_of(checkpoint):
 
 def write(arguments, job, config, part, settings):
     claim_output(arguments, job, "--to-hf", arguments.to_hf)
-    if save_model(job, "--to-hf", arguments.to_hf, config, [part], settings, arguments.tokenizer):
+    rest = settings, arguments.tokenizer, arguments.claimed
+    if save_model(job, "--to-hf", arguments.to_hf, config, [part], *rest):
         arguments.claimed.release()
     job.leave()
 

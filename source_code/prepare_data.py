@@ -20,12 +20,12 @@ from collections import Counter
 from pathlib import Path
 from shlex import quote
 
-from extensions.pretraining.token_files import MOST_TOKENS, TOKEN_PARTS, TOKENIZER, TOKENS_FILE
+from extensions.pretraining.token_files import MOST_TOKENS, TOKEN_PARTS, TOKENIZER
 from extensions.pretraining.token_writer import TokenWriter, check_folder, write_tokens_file
 from extensions.pretraining.tokens import BYTES, encode, numbers_of, read_tokenizer
 from files.claims import ClaimError, NewFolder
 from files.inputs import MEBIBYTE, InputError, open_input, parse_json
-from files.outputs import not_written, write_whole
+from files.outputs import not_written
 from guard.flags import check_alone, check_read
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_new_folder
@@ -72,7 +72,7 @@ def prepare(arguments):
         said = encode_all(arguments, claimed, writers)
     except BaseException:  # an interrupt, too
         made = [name for writer in writers.values() for name in writer.made]
-        claimed.give_up([*made, TOKENIZER, TOKENS_FILE] if writers else [])
+        claimed.give_up(made)
         raise
     claimed.release()
     print(said)
@@ -106,7 +106,7 @@ def encode_all(arguments, claimed, writers):
                 f"{arguments.hold_out}"
             )
     if tokenizer:
-        write_whole(out / TOKENIZER, tokenizer.to_str(pretty=True))
+        writers["training"].write_text(TOKENIZER, tokenizer.to_str(pretty=True))
     per_token = held_out_bytes / writers["held_out"].total
     write_tokens_file(out, writers, width, num_tokens, per_token, tokenizer is not None)
     counts = ", ".join(f"{writer.total:,} {part}" for part, writer in writers.items())

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import grade_submissions
@@ -14,11 +15,13 @@ import plan
 import prepare_data
 import pytest
 import search_schedule
+import torch
 from ranks import run_on_ranks
-from saved_models import save_library_model
+from saved_models import save_library_model, write_model
 
 from course.failed_run import RunFailed
 from course.launch import ROOT
+from extensions.pretraining import token_writer
 from extensions.pretraining.token_writer import check_folder
 from extensions.real_models import saved_output
 from files import outputs
@@ -84,14 +87,41 @@ def test_a_link_in_the_place_of_a_claimed_folder_leads_to_no_loss_elsewhere(tmp_
             claimed.give_up(["config.json"])
         if end == "save":
             job = SimpleNamespace(rank=0, num_ranks=1)
-            saved_output.save_trained(
-                SimpleNamespace(claimed=claimed), job, {}, "--save", new, None
-            )
+            arguments = SimpleNamespace(claimed=claimed, torch_dtype=torch.float32)
+            arguments.saved = SimpleNamespace(config={}, settings=None)
+            saved_output.save_trained(arguments, job, {}, "--save", new, None)
             assert "another folder has this name" in capsys.readouterr().err
             assert saved_output.not_written.pop() == "--save"
         assert sorted(os.listdir(other)) == ["config.json", LOCK]
         new.unlink()
     running.close()
+
+
+def test_a_folder_that_has_nothing_but_another_job_s_claim_is_that_job_s(tmp_path):
+    new = tmp_path / "new"
+    first = NewFolder("--save", new)
+    shutil.rmtree(new)
+    second = NewFolder("--save", new)
+    assert first.is_exchanged() and not second.is_exchanged()
+    (new / "model").touch()
+    first.renew("--save")
+    with pytest.raises(ClaimError, match="another folder has this name"):
+        first.check("--save")
+    first.give_up(["model"])
+    second.check("--save", "config.json")
+    with pytest.raises(ClaimError, match="model is a file of another program, so"):
+        second.check("--save", "model")
+
+
+def test_a_claimed_folder_that_somebody_has_removed_is_claimed_again(tmp_path):
+    first = NewFolder("--save", tmp_path / "new")
+    shutil.rmtree(tmp_path / "new")
+    with pytest.raises(ClaimError, match="another folder has this name by now, or none has"):
+        first.check("--save")
+    first.renew("--save")
+    first.check("--save")
+    with pytest.raises(ClaimError, match="another job is saving there"):
+        NewFolder("--save", tmp_path / "new")
 
 
 @pytest.mark.parametrize("end", ["release", "give_up"])
@@ -177,6 +207,36 @@ def test_tokens_are_not_finished_in_another_folder_that_gets_the_name(
     ]
 
 
+@pytest.mark.parametrize("last", ["close_file", "digest_of_tokenizer"])
+@pytest.mark.parametrize("change", ["exchange", "add"])
+def test_the_last_files_of_tokens_replace_nobody_s(tmp_path, monkeypatch, capsys, last, change):
+    out, other = tmp_path / "tokens", tmp_path / "other"
+    other.mkdir()
+    theirs = ["tokens.json"] + ["tokenizer.json"] * (change == "exchange" or last == "close_file")
+    for name in theirs:
+        (other / name).write_text("somebody's")
+    place = token_writer if last == "digest_of_tokenizer" else token_writer.TokenWriter
+    call = getattr(place, last)
+
+    def changed(*given):
+        result = call(*given)
+        if (out / "held_out-ends.bin").exists():
+            if change == "exchange":
+                out.rename(tmp_path / "moved")
+                other.rename(out)
+            else:
+                shutil.copytree(other, out, dirs_exist_ok=True)
+        return result
+
+    monkeypatch.setattr(place, last, changed)
+    words = "--vocabulary", "300", "--data", DEFAULT_TEXT, "--out", out
+    said = rejected(prepare_data.main, capsys, monkeypatch, *words)
+    assert "another folder has this name" in said or "is a file of another program" in said
+    assert {path.name: path.read_text() for path in out.iterdir()} == dict.fromkeys(
+        theirs, "somebody's"
+    )
+
+
 def test_no_tokens_are_made_of_a_text_that_changes_while_it_is_read(tmp_path):
     text = tmp_path / "text"
     text.write_text("one\n\n" * 100_000)
@@ -235,6 +295,100 @@ def test_a_second_fine_tuning_into_one_folder_ends_before_it_trains(tmp_path):
     assert LOCK not in os.listdir(out) and "config.json" in os.listdir(out)
     with pytest.raises(RunFailed, match="something is already there"):
         run_on_ranks(fine_tune, 2, str(model), str(out))
+
+
+def fine_tune_apart(rank, model, folder):
+    """On a rank: `fine_tune` into a folder that the ranks do not share."""
+    os.chdir(f"{folder}/{rank}")
+    return fine_tune(rank, model, "new")
+
+
+@pytest.mark.parametrize("made", [[], ["0/new", "1/new"]])
+def test_a_folder_that_the_ranks_do_not_share_is_rejected_before_the_training(tmp_path, made):
+    model = save_library_model(tmp_path / "model", "llama")
+    for name in ("0", "1", *made):
+        (tmp_path / name).mkdir()
+    sentence = "--save new: rank 1 does not see the folder that rank 0 has made; name one"
+    with pytest.raises(RunFailed, match=sentence) as ended:
+        run_on_ranks(fine_tune_apart, 2, str(model), str(tmp_path))
+    assert "step 0" not in str(ended.value)
+    left = [str(path.relative_to(tmp_path)) for path in tmp_path.glob("[01]/**/*")]
+    assert sorted(left) == made
+
+
+def fine_tune_beside(rank, model, out, name):
+    """On a rank: `fine_tune`, where somebody makes the file `name` in `out` before the save."""
+    save = saved_output.save_model
+
+    def made(*given):
+        if rank == 0:
+            (Path(out) / name).write_text("somebody's")
+        return save(*given)
+
+    saved_output.save_model = made
+    return fine_tune(rank, model, out)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00002-of-00002.safetensors"])
+def test_a_model_is_not_mixed_with_the_file_of_another_program(tmp_path, name):
+    model, out = save_library_model(tmp_path / "model", "llama"), tmp_path / "out"
+    assert run_on_ranks(fine_tune_beside, 2, str(model), str(out), name) == [1, 1]
+    assert [(path.name, path.read_text()) for path in out.iterdir()] == [(name, "somebody's")]
+
+
+def test_a_tokenizer_of_another_program_stays_and_does_not_cost_the_model(tmp_path):
+    beside, out = tmp_path / "model", tmp_path / "out"
+    for folder in (beside, out):
+        folder.mkdir()
+        (folder / "merges.txt").write_text(folder.name)
+    said = saved_output.finish_folder("--save", out, {}, beside, [])
+    assert said.endswith("out has the model alone: merges.txt is a file of another program")
+    assert (out / "merges.txt").read_text() == "out" and (out / "config.json").exists()
+
+
+def convert_exchanged(rank, flags, place=None, name=None, out=None, other=None):
+    """On a rank: convert.py's status; `other` gets the name `out` before a call of `name`."""
+    import convert
+
+    if name:
+        place = {"convert": convert.Checkpoints, "saved_output": saved_output}[place]
+        call = getattr(place, name)
+
+        def exchanged(*given):
+            if os.path.exists(other):
+                os.rename(out, f"{out}-moved")
+                os.rename(other, out)
+            return call(*given)
+
+        setattr(place, name, exchanged)
+    sys.argv = ["convert.py", *flags]
+    try:
+        return convert.main()
+    except SystemExit as ended:
+        return ended.code
+
+
+def test_a_conversion_leaves_what_another_program_has_saved_under_the_name(tmp_path):
+    model, new, other = write_model(tmp_path / "model"), tmp_path / "new", tmp_path / "other"
+    names = "run-0001/step-00000000/checkpoint.json", "config.json", "model.safetensors"
+    bring_in = ["--from-hf", str(model), "--checkpoints"]
+    assert run_on_ranks(convert_exchanged, 1, [*bring_in, f"{tmp_path}/saved"]) == [0]
+    take_out = ["--checkpoints", f"{tmp_path}/saved", "--to-hf"]
+    for flags, place, name in (
+        (bring_in, "convert", "begin_writing"),
+        (take_out, "saved_output", "not_finite"),
+        (take_out, "saved_output", "finish_folder"),
+    ):
+        for each in names:
+            (other / each).parent.mkdir(parents=True, exist_ok=True)
+            (other / each).write_text("somebody's")
+        words = [*flags, str(new)], place, name, str(new), str(other)
+        assert run_on_ranks(convert_exchanged, 1, *words) in ([1], [2])
+        left = [path for path in new.rglob("*") if path.is_file()]
+        assert sorted(str(path.relative_to(new)) for path in left) == sorted(names), name
+        assert {path.read_text() for path in left} == {"somebody's"}, name
+        shutil.rmtree(new)
+        shutil.rmtree(f"{new}-moved")
 
 
 # No output replaces an input, or a better output.

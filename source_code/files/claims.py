@@ -40,9 +40,34 @@ class NewFolder:
             self.lock = None
 
     def is_exchanged(self):
-        """Return whether another folder now has this name, and something is in it."""
+        """Return whether another folder now has this name, and something is in it.
+
+        A lock alone is something: it may be the claim of another job that is still at work.
+        """
         there = not is_in_place(self.lock, self.folder) and self.folder.is_dir()
-        return there and bool(content_of(self.folder))
+        return there and bool(os.listdir(self.folder))
+
+    def check(self, flag, *names):
+        """Raise ClaimError if another folder has this name by now, or somebody has made one of the
+        files `names`; call it right before they are written."""
+        if not is_in_place(self.lock, self.folder):
+            raise ClaimError(
+                f"{flag} {self.folder}: another folder has this name by now, or none has, so nothing "
+                "more is written there; name a new one"
+            )
+        for name in names:
+            if os.path.lexists(self.folder / name):
+                kind = "link" if os.path.islink(self.folder / name) else "file"
+                raise ClaimError(
+                    f"{flag} {self.folder}: {name} is a {kind} of another program, so nothing more is "
+                    "written there; name a new folder"
+                )
+
+    def renew(self, flag):
+        """Claim the folder again if somebody has removed it, or all that was in it."""
+        if not is_in_place(self.lock, self.folder) and not self.is_exchanged():
+            lost, self.lock = self.lock, lock_folder(flag, self.folder)[0]
+            lost.close()
 
     def give_up(self, names=()):
         """Remove the files `names` that this job has made, and its folder if nothing else is in it."""

@@ -19,7 +19,6 @@ from extensions.pretraining.token_files import (
     place_of_tokens,
     read_tokens_file,
 )
-from files.claims import ClaimError
 from files.inputs import MEBIBYTE, InputError, open_input
 from files.outputs import to_json, write_whole
 
@@ -44,7 +43,7 @@ def check_folder(folder):
 class TokenWriter:
     """Writes the two files of one part: its tokens, of `width` bytes, and where documents end.
 
-    `claimed` is the NewFolder that they lie in. Raises ClaimError if another folder has its name.
+    `claimed` is the NewFolder that they lie in. Raises ClaimError as its `check` does.
     """
 
     def __init__(self, claimed, part, width):
@@ -69,13 +68,16 @@ class TokenWriter:
 
     def open(self, name):
         path = place_of_tokens(self.claimed.folder, name)
-        if self.claimed.is_exchanged():
-            raise ClaimError(
-                f"--out {path.parent}: another folder has this name by now; name a new one"
-            )
+        self.claimed.check("--out", path.name)
         file = open(path, "xb")
         self.made.append(path.name)
         return file
+
+    def write_text(self, name, text):
+        """Write a file of the whole folder."""
+        self.claimed.check("--out", name)
+        self.made.append(name)
+        write_whole(self.claimed.folder / name, text)
 
     def close(self):
         """Close the file of the tokens, if there are any, and write the ends of the documents."""
@@ -102,5 +104,5 @@ def write_tokens_file(folder, writers, width, num_tokens, bytes_per_token, token
         "tokenizer": tokenizer, "tokenizer_sha256": digest_of_tokenizer(folder), "files": files,
     }  # fmt: skip
     description["checksum"] = checksum_of_tokens_file(description)
-    write_whole(Path(folder) / TOKENS_FILE, to_json(description, indent=1) + "\n")
+    writers[TOKEN_PARTS[0]].write_text(TOKENS_FILE, to_json(description, indent=1) + "\n")
     return description

@@ -8,13 +8,14 @@ config.json is written last: without it no reader takes the folder for a model.
 import atexit
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from extensions.real_models.saved_folder import INDEX, ONE_FILE, TOKENIZER_OF_MODEL, is_tied_copy
 from extensions.real_models.saved_part import name_in_file
 from extensions.real_models.saved_settings import CONFIG_FILE
 from extensions.real_models.tensor_files import write_tensors
-from files.claims import ClaimError, NewFolder
+from files.claims import LOCK, ClaimError, NewFolder
 from files.inputs import InputError, read_bytes
 from files.outputs import not_written, replace_file, to_json, write_whole
 from pipeline.collectives import gather, share
@@ -45,9 +46,37 @@ def claim_output(arguments, job, flag, folder):
     except OSError as error:
         problem = f"{flag} {folder} cannot be written ({error.strerror}); name a folder of yours"
     problem = share(job, problem)
+    sees = gather(job, problem or job.rank == 0 or sees_claim(folder))
+    if job.rank == 0 and not all(sees):
+        who = f"rank {sees.index(False)} does not see the folder that rank 0 has made"
+        problem = f"{flag} {folder}: {who}; name one that all nodes share"
+    problem = share(job, problem)
     if problem:
+        if arguments.claimed:
+            arguments.claimed.give_up()  # now: the launcher may kill this rank once another has ended
         job.leave()
         raise SystemExit(problem)
+
+
+def sees_claim(folder):
+    """Return whether the folder that rank 0 has claimed is the one that this rank sees.
+
+    A look is not enough: a network file system may remember for a minute that nothing was there.
+    Its server decides what can be made, and it refuses what rank 0 has made.
+    """
+    folder = Path(folder)
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir()
+            folder.rmdir()
+            return False
+        open(folder / LOCK, "xb").close()
+        (folder / LOCK).unlink()
+    except FileExistsError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def save_trained(arguments, job, stages, flag, folder, beside):
@@ -56,38 +85,38 @@ def save_trained(arguments, job, stages, flag, folder, beside):
     `arguments` are those of a training run, with `saved`. The others are those of `save_model`.
     """
     claimed = arguments.claimed  # None on other ranks
-    if share(job, claimed is not None and claimed.is_exchanged()):
-        not_written.append(flag)
-        if job.rank == 0:
-            said = f"{flag} {folder}: another folder has this name by now; nothing is saved"
-            print(said, file=sys.stderr, flush=True)
-        return
     saved, parts = arguments.saved, [stage.part for stage in stages.values()]
     config = config_in(saved.config, arguments.torch_dtype)
-    written = save_model(job, flag, folder, config, parts, saved.settings, beside)
+    written = save_model(job, flag, folder, config, parts, saved.settings, beside, claimed)
     if claimed:
         (claimed.release if written else claimed.give_up)()
 
 
-def save_model(job, flag, folder, config, parts, settings, beside=None):
+def save_model(job, flag, folder, config, parts, settings, beside=None, claimed=None):
     """Write the model whose layers on this rank are `parts`; all ranks call it.
 
     `config` is the JSON object of config.json. `beside` is the folder that the tokenizer comes
-    from. Returns False for a model with NaN or infinity, of which no file is written. Returns True
-    even if a file could not be written, since others may have been.
+    from, and `claimed` on rank 0 the NewFolder. Returns False if no file is written: the model has
+    NaN or infinity, or the folder has files of another program. Returns True even if a file could
+    not be written, since others may have been.
     """
-    folder, writers = Path(folder), job.num_ranks
+    folder = Path(folder)
     own, problem = {}, None
     for part in parts:
         named = part.named_parameters()
         own |= {name_in_file(n): w.detach() for n, w in named if not is_tied_copy(settings, n)}
-    file = f"model-{job.rank + 1:05}-of-{writers:05}.safetensors" if writers > 1 else ONE_FILE
+    files = files_of(job.num_ranks)
+    file = files[job.rank]
     total = sum(weight.numel() * weight.element_size() for weight in own.values())
     if wrong := not_finite(job, own):
+        reason = f"{wrong} is not finite: the training diverged, or needs a wider --dtype"
+        wrong = f"{flag} {folder}: nothing is saved, since {reason}"
+    else:
+        wrong = share(job, check_claim(claimed, flag, files) if claimed else None)
+    if wrong:
         not_written.append(flag)
         if job.rank == 0:
-            reason = f"{wrong} is not finite: the training diverged, or needs a wider --dtype"
-            print(f"{flag} {folder}: nothing is saved, since {reason}", file=sys.stderr, flush=True)
+            print(wrong, file=sys.stderr, flush=True)
         return False
     try:
         folder.mkdir(exist_ok=True)
@@ -97,13 +126,35 @@ def save_model(job, flag, folder, config, parts, settings, beside=None):
         problem = f"{flag} {folder}: {file} was not written ({error.strerror}); {MAKE_ROOM}"
     written = gather(job, (file, list(own), total, problem))
     if job.rank == 0 and not any(each[3] for each in written):
-        problem = finish_folder(flag, folder, config, beside, written)
+        problem = finish_folder(flag, folder, config, beside, written, claimed)
         if problem is None:
             print(f"the model is in {folder}", flush=True)
     if problem:
         not_written.append(flag)
         print(problem, file=sys.stderr, flush=True)
     return True
+
+
+def files_of(num_ranks):
+    """Return the names of the files in which the ranks write their weights."""
+    if num_ranks == 1:
+        return [ONE_FILE]
+    return [f"model-{rank:05}-of-{num_ranks:05}.safetensors" for rank in range(1, num_ranks + 1)]
+
+
+def check_claim(claimed, flag, files):
+    """Return None if a model can be written into the claimed folder, else a sentence.
+
+    A folder that somebody has removed is made and claimed again: the trained model is not lost.
+    """
+    try:
+        claimed.renew(flag)
+        claimed.check(flag, *files, ONE_FILE, INDEX, CONFIG_FILE)
+    except ClaimError as error:
+        return str(error)
+    except OSError as error:
+        return f"{flag} {claimed.folder} cannot be read ({error.strerror}); nothing is saved"
+    return None
 
 
 def not_finite(job, weights):
@@ -113,15 +164,19 @@ def not_finite(job, weights):
     return share(job, next(filter(None, found), None) if job.rank == 0 else None)
 
 
-def finish_folder(flag, folder, config, beside, written):
+def finish_folder(flag, folder, config, beside, written, claimed=None):
     """Write the files without tensors. Returns a sentence about a failure, or None."""
-    left_out = []
+    left_out, texts = [], {}
     try:
         for file, *_ in written:
             if not (folder / file).is_file():
                 return f"{flag} {folder}: {file} of another node is not there; use a shared folder"
         for name in BESIDE if beside else ():
-            if os.path.lexists(Path(beside) / name):
+            if claimed:
+                claimed.check(flag)
+            if os.path.lexists(folder / name):
+                left_out.append(f"{name} is a file of another program")
+            elif os.path.lexists(Path(beside) / name):
                 left_out += copy_beside(Path(beside) / name, folder / name)
         if len(written) > 1:
             file_of = {name: file for file, names, *_ in written for name in names}
@@ -129,8 +184,14 @@ def finish_folder(flag, folder, config, beside, written):
                 "metadata": {"total_size": sum(each[2] for each in written)},
                 "weight_map": dict(sorted(file_of.items())),
             }
-            write_whole(folder / INDEX, to_json(index, indent=2) + "\n")
-        write_whole(folder / CONFIG_FILE, to_json(config, indent=2) + "\n")
+            texts[INDEX] = to_json(index, indent=2)
+        texts[CONFIG_FILE] = to_json(config, indent=2)
+        for name, text in texts.items():
+            if claimed:
+                claimed.check(flag, name)
+            write_whole(folder / name, text + "\n")
+    except ClaimError as error:
+        return str(error)
     except OSError as error:
         return f"{flag} {folder} is not whole ({error.strerror}); {MAKE_ROOM}"
     return f"{flag} {folder} has the model alone: {'; '.join(left_out)}" if left_out else None
