@@ -751,6 +751,64 @@ def test_a_tokenizer_that_lacks_the_words_of_the_text_is_named(tmp_path):
         load_corpus(load_text(), 300, tmp_path / "tokenizer.json", seq_len=4)
 
 
+def replacing(*pairs):
+    """Normalizers or decoders, as JSON, that replace the first of each pair by the second."""
+    patterns = ({"String": one} if isinstance(one, str) else one for one, _ in pairs)
+    contents = (content for _, content in pairs)
+    return [
+        {"type": "Replace", "pattern": one, "content": content}
+        for one, content in zip(patterns, contents)
+    ]
+
+
+def doubling(times):
+    return replacing(*[("a", "aa")] * times)
+
+
+def with_replacements(path, normalizers=(), decoders=()):
+    tokenizer = {
+        "version": "1.0",
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+    }
+    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": list(normalizers)}
+    tokenizer["decoder"] = {"type": "Sequence", "decoders": list(decoders)}
+    path.write_text(json.dumps(tokenizer))
+    return path
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizers": doubling(12)},
+        {"normalizers": [{"type": "NFC"}, {"type": "Sequence", "normalizers": doubling(12)}]},
+        {"normalizers": replacing(*[("äb", "äbäb")] * 12)},
+        {"normalizers": replacing(*[({"Regex": "[b-z]"}, "xyz")] * 12)},
+        {"normalizers": replacing(("a", "b" * 2**20))},
+        {"normalizers": [{"type": "Prepend", "prepend": "b" * 2**20}]},
+        {"normalizers": replacing(*[("“", '"')] * 501)},
+        {"normalizers": [*replacing(("a", "AA")), {"type": "Lowercase"}] * 12},
+        {"decoders": doubling(12)},
+    ],
+)
+def test_a_tokenizer_that_makes_a_letter_into_endless_ones_is_refused(parts, tmp_path):
+    from extensions.pretraining.tokens import read_tokenizer
+    from pipeline.data import DataError
+
+    path = with_replacements(tmp_path / "tokenizer.json", **parts)
+    with pytest.raises(DataError, match="more than 64 letters of one; use another tokenizer"):
+        read_tokenizer(path)
+
+
+def test_a_tokenizer_may_spell_out_many_signs(tmp_path):
+    from extensions.pretraining.tokens import read_tokenizer
+
+    signs = replacing(*[(chr(8528 + number), "1/10") for number in range(100)])
+    begin = {"type": "Prepend", "prepend": "▁"}
+    parts = {"normalizers": [begin, {"type": "NFKC"}, *signs], "decoders": replacing(("▁", " "))}
+    tokenizer = read_tokenizer(with_replacements(tmp_path / "tokenizer.json", **parts))
+    assert tokenizer.normalizer.normalize_str("a") == "▁a"
+
+
 @pytest.mark.parametrize("name", ["lock", "latest", "run-0001/step-00000001/checkpoint.json"])
 def test_a_pipe_in_a_folder_of_checkpoints_is_not_waited_for(tmp_path, name):
     temporary = checkpoint_folder.begin_writing(tmp_path, "run-0001", 1)

@@ -84,6 +84,7 @@ LLAMA = {
         ({"transformers_weights": "other.safetensors"}, 'weights is "other.safetensors"',
          "take it out in a copy"),
         ({"attribute_map": {"rms_norm_eps": "pretraining_tp"}}, "attribute_map is {", "take it out"),
+        ({"per_layer_config": {"1": {"hidden_act": "gelu"}}}, "per_layer_config is {", "take it out"),
         ({"pad_token_id": 1e3}, "pad_token_id is 1000.0", "take config.json"),
         ({"hidden_size": "64"}, 'hidden_size is "64" in quotes', "take config.json"),
         ({"num_attention_heads": 5}, "do not fit a width of 64", "take config.json"),

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+import time
 from dataclasses import replace
 from unittest import mock
 
@@ -26,6 +27,7 @@ from planning.forecast import forecast, stage_costs
 from planning.known_models import NAMED, find_model
 from planning.machine import Link, Machine, read_machine
 from planning.narrow import command_lines
+from planning.partition import Profile, plan_stages
 from planning.plan_commands import OF_THE_COURSE, command_of
 from planning.plan_memory import memory_per_rank
 from planning.plan_tables import remark, table_lines
@@ -469,6 +471,20 @@ def test_a_profile_whose_cuts_would_take_minutes_is_rejected_in_one_sentence(tmp
     with mock.patch("planning.partition.MOST_COMPARISONS", 10):
         said = rejected(f"{path} --gpus 4 --batch-size 16", capsys)
     assert "layers is too long for" in said and "use fewer --gpus" in said
+
+
+def test_all_cuts_of_a_profile_together_take_seconds_and_are_those_of_plan_partition(tmp_path):
+    """A search of its own for each of these numbers of stages takes a minute in all."""
+    path = tmp_path / "profile.json"
+    times = [(number * 37 % 101, number * 53 % 97, 4e6, 4e7) for number in range(140)]
+    path.write_text(json.dumps(profile_of(times)))
+    model = find_model(str(path), 64, 16)
+    began = time.process_time()
+    cuts = {stages: balanced_cut(model, stages) for stages in [90, *range(1, 141)]}
+    assert time.process_time() - began < 6
+    for stages in (1, 2, 7, 40):
+        plan = plan_stages(Profile("profile", model.profile), stages, 1e18, straight=True)
+        assert list(cuts[stages]) == plan.cut
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ Its batches depend on (seed, step) alone like those of a Text (data.py), so that
 every batch, also after a restart.
 """
 
+import json
+import string
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +19,8 @@ from pipeline.data import DataError, Text
 BYTES = 256  # a vocabulary of this size needs no tokenizer
 LARGEST_TOKENIZER = 64 * MEBIBYTE
 LARGEST_TOKEN = 2**24  # the library fills a list up to it
+MOST_STEPS = 500  # of a tokenizer that replaces text; they are tried in a second or two
+MOST_GROWTH = 64  # letters that they may make of one
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,7 @@ def read_tokenizer(file):
         raise DataError(f"the tokenizer {error}; it has to be a tokenizer.json") from None
     with complaints_of_library(f"the tokenizer {file} cannot be read"):
         tokenizer = Tokenizer.from_str(text)
+        check_growth(file, tokenizer)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):  # each rank would draw other tokens
@@ -142,6 +147,56 @@ def read_tokenizer(file):
             f"the tokenizer {file} has the token {largest:,}, which is too large; use another"
         )
     return tokenizer
+
+
+def check_growth(file, tokenizer):
+    """Raise DataError for replacements that together make a few letters into endless ones.
+
+    No signal interrupts the library once it replaces, so its steps are tried one by one, on single
+    letters and on what is replaced. The replacements of a decoder are those of a normalizer.
+    """
+    normalizing = steps_in(tokenizer.normalizer)
+    decoding = [one for one in steps_in(tokenizer.decoder) if one["type"] == "Replace"]
+    for found in (normalizing, decoding):
+        pieces = {pattern for one in found for pattern in one.get("pattern", {}).values()}
+        steps = [as_normalizer(one) for one in found[:MOST_STEPS]]
+        tried = pieces.union(string.printable)
+        if len(found) > MOST_STEPS or any(grows(steps, piece) for piece in tried):
+            raise DataError(
+                f"the tokenizer {file} replaces text in more than {MOST_STEPS} steps, or makes more "
+                f"than {MOST_GROWTH} letters of one; use another tokenizer.json"
+            )
+
+
+def steps_in(part):
+    """Return the single steps of a normalizer or a decoder as JSON objects, in their order."""
+    waiting, found = [json.loads(part.__getstate__())] if part else [], []
+    while waiting:
+        one = waiting.pop()
+        parts = one.get("normalizers", one.get("decoders"))
+        if parts is None:
+            found.append(one)
+        else:
+            waiting += reversed(parts)
+    return found
+
+
+def as_normalizer(step):
+    from tokenizers.normalizers import Sequence
+
+    normalizer = Sequence([])
+    normalizer.__setstate__(json.dumps(step).encode())
+    return normalizer
+
+
+def grows(steps, piece):
+    """Whether the steps, one after the other, make too many letters of `piece`."""
+    text = piece
+    for step in steps:
+        text = step.normalize_str(text)
+        if len(text) > MOST_GROWTH * max(1, len(piece)):
+            return True
+    return False
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def check_family(path, saved):
             "FeedForward in a copy of the script"
         )
     check_attention(path, family, saved)
-    for key in ("transformers_weights", "attribute_map"):
+    for key in ("transformers_weights", "attribute_map", "per_layer_config"):
         if saved.get(key):
             raise InputError(
                 f"{path}: {key} is {shown(saved[key])}, which would make another model of these files; "
