@@ -280,3 +280,22 @@ def test_the_old_table_stays_when_the_new_one_cannot_be_written(tmp_path, monkey
     assert "No space left on device" in capsys.readouterr().err
     assert (tmp_path / "grades.csv").read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == ["a.json", "grades.csv"]
+
+
+@pytest.mark.parametrize("name", ["grades.csv", "grades.html"])
+@pytest.mark.parametrize("obstacle", ["link", "folder"])
+def test_no_table_goes_over_a_submission_or_without_the_other(
+    tmp_path, monkeypatch, capsys, name, obstacle
+):
+    submission, other = tmp_path / "a.json", {"grades.csv": "html", "grades.html": "csv"}[name]
+    submission.write_text(json.dumps({"form": make_submission.FORM}))
+    (tmp_path / f"grades.{other}").write_text("old")
+    if obstacle == "link":
+        (tmp_path / name).symlink_to("a.json")
+    else:
+        (tmp_path / name).mkdir()
+    before = submission.read_text()
+    said = rejected(grade_submissions.main, capsys, monkeypatch, tmp_path)
+    assert f"{tmp_path / name} " in said and said.endswith("name another folder")
+    assert submission.read_text() == before and (tmp_path / f"grades.{other}").read_text() == "old"
+    assert len(os.listdir(tmp_path)) == 3
