@@ -1,16 +1,22 @@
 """Inference through a pipeline writes what one process writes, and fills the pipeline as planned."""
 
+import os
 import random
 import shlex
+import sys
 
+import inference
 import pytest
 import torch
 import transformers
 from further import first_of
+from ranks import run_on_ranks
 from saved_models import save_library_model
 
 from course.failed_run import RunFailed
 from course.launch import PRELOAD, run
+from extensions.checkpointing import checkpoint_folder
+from extensions.inference import saved_model
 from extensions.inference.cached_stage import CachedStage
 from extensions.inference.passes import Pass, Row, plan_passes, schedule_of
 from extensions.inference.requests import Request, choose_token
@@ -69,6 +75,47 @@ def test_the_model_of_a_training_is_taken_from_its_checkpoint(tmp_path):
     assert texts_in(output) != texts_in(infer("--requests 2", 4))
     with pytest.raises(RunFailed, match="--dim 64 contradicts --checkpoints"):
         run(f"{words} --dim 64", 1, warm=True, show=False, limit=60)
+
+
+def read_while_a_training_saves(rank, folders, newest):
+    """In a rank of inference: the status, and the checkpoints from which it has read weights.
+
+    For the rank, the newest checkpoint in its folder is that of its step in `newest`.
+    """
+    os.chdir(folders[rank])
+    find, read, seen = checkpoint_folder.find_checkpoint, saved_model.is_read, []
+
+    def note(checkpoint, *rest):
+        seen.append(checkpoint.step)
+        return read(checkpoint, *rest)
+
+    saved_model.find_checkpoint = lambda folder: find(folder, newest[rank])
+    saved_model.is_read = note
+    sys.argv = ["inference.py", *f"--checkpoints saved {SMALL} --requests 2 --tokens 2".split()]
+    return inference.main(), seen
+
+
+def save_two_steps(folder, seed):
+    flags = f"{SMALL} --steps 2 --save-every 1 --seed {seed}"
+    run(f"distributed_checkpointing.py {flags} --checkpoints {folder}", 1, warm=True, show=False)
+
+
+@pytest.mark.parametrize("newest", [(1, 2), (2, 1)])
+def test_ranks_that_find_different_checkpoints_to_be_the_newest_read_that_of_rank_0(
+    tmp_path, newest
+):
+    save_two_steps(tmp_path / "saved", 0)
+    both = run_on_ranks(read_while_a_training_saves, 2, [str(tmp_path)] * 2, newest)
+    assert both == [(0, [newest[0]])] * 2
+
+
+def test_ranks_whose_folders_have_different_checkpoints_of_one_name_do_not_start(tmp_path):
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for seed, folder in enumerate(folders):
+        folder.mkdir()
+        save_two_steps(folder / "saved", seed)
+    with pytest.raises(RunFailed, match="not all ranks find the same checkpoint there; name a"):
+        run_on_ranks(read_while_a_training_saves, 2, [str(each) for each in folders], (2, 2))
 
 
 @pytest.mark.parametrize("reader", ["inference.py", "convert.py"])

@@ -22,12 +22,16 @@ from saved_models import save_library_model, write_model
 from course.failed_run import RunFailed
 from course.launch import ROOT
 from extensions.pretraining import token_writer
+from extensions.pretraining.metrics import Metrics
 from extensions.pretraining.token_writer import check_folder
 from extensions.real_models import saved_output
 from files import outputs
 from files.claims import LOCK, ClaimError, NewFolder, lock_folder
 from files.inputs import InputError
+from guard.paths import check_file
 from pipeline.data import DEFAULT_TEXT
+from pipeline.model import ModelConfig
+from pipeline.training import write_losses
 
 PREPARE = [sys.executable, ROOT / "source_code" / "prepare_data.py", "--data", DEFAULT_TEXT]
 
@@ -434,3 +438,90 @@ def test_the_old_table_stays_when_the_new_one_cannot_be_written(tmp_path, monkey
     assert "No space left on device" in capsys.readouterr().err
     assert (tmp_path / "grades.csv").read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == ["a.json", "grades.csv"]
+
+
+@pytest.mark.parametrize("name", ["grades.csv", "grades.html"])
+@pytest.mark.parametrize("obstacle", ["link", "folder"])
+def test_no_table_goes_over_a_submission_or_without_the_other(
+    tmp_path, monkeypatch, capsys, name, obstacle
+):
+    submission, other = tmp_path / "a.json", {"grades.csv": "html", "grades.html": "csv"}[name]
+    submission.write_text(json.dumps({"form": make_submission.FORM}))
+    (tmp_path / f"grades.{other}").write_text("old")
+    if obstacle == "link":
+        (tmp_path / name).symlink_to("a.json")
+    else:
+        (tmp_path / name).mkdir()
+    before = submission.read_text()
+    said = rejected(grade_submissions.main, capsys, monkeypatch, tmp_path)
+    assert f"{tmp_path / name} " in said and said.endswith("name another folder")
+    assert submission.read_text() == before and (tmp_path / f"grades.{other}").read_text() == "old"
+    assert len(os.listdir(tmp_path)) == 3
+
+
+# A log belongs to one run.
+
+
+def log_of(path, continues=False):
+    return Metrics(None, path, ModelConfig(), torch.float64, True, continues, peak=1e9)
+
+
+def test_no_output_of_another_run_replaces_a_log_that_is_being_written(tmp_path, capsys):
+    log = tmp_path / "log"
+    metrics = log_of(log)
+    with pytest.raises(SystemExit, match="--losses .*log: another run is writing it; name another"):
+        check_file("--losses", log)
+    metrics.write(step=1)
+    with pytest.raises(OSError, match="another run is writing it"):
+        outputs.write_whole(log, "lost")
+    outputs.write_output("--timeline", log, "lost")
+    assert "another run is writing it" in capsys.readouterr().err
+    outputs.not_written.clear()
+    assert log.read_text() == '{"step": 1}\n' and os.listdir(tmp_path) == ["log"]
+    metrics.claim.close()
+    check_file("--losses", log)
+    assert write_losses(log, {0: 1.0})
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_log_that_is_moved_goes_on_where_it_is_and_not_in_that_of_another_run(
+    tmp_path, capsys, continues
+):
+    log, old = tmp_path / "log", tmp_path / "old"
+    first = log_of(log)
+    first.write(step=1)
+    os.rename(log, old)
+    second = log_of(log, continues)
+    for step in (2, 3):
+        first.write(step=step)
+        second.write(step=10 * step)
+    assert old.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    assert log.read_text() == '{"step": 20}\n{"step": 30}\n'
+    assert capsys.readouterr().err.count("has been moved; the log goes on") == 1
+    assert first.is_whole and not outputs.not_written
+
+
+def test_a_log_that_is_removed_or_replaced_is_missing_at_the_end(tmp_path, capsys):
+    log = tmp_path / "log"
+    first = log_of(log)
+    log.unlink()
+    log.write_text("of another")
+    for step in (1, 2):
+        first.write(step=step)
+    assert capsys.readouterr().err.count("removed or replaced") == 1 and not first.is_whole
+    assert log.read_text() == "of another" and outputs.not_written == ["--metrics"]
+    outputs.not_written.clear()
+
+
+def test_a_link_that_comes_after_the_check_of_an_output_is_replaced(tmp_path):
+    data, losses, before = (tmp_path / name for name in ("data", "losses", "before"))
+    data.write_text("kept")
+    before.symlink_to("there")
+    for name in (losses, before):
+        check_file("--losses", name)
+    losses.symlink_to("data")
+    (tmp_path / "there").symlink_to("data")
+    for name in (losses, before):
+        outputs.write_whole(name, "new")
+        assert name.read_text() == "new"
+    assert data.read_text() == "kept" and before.is_symlink() and not losses.is_symlink()

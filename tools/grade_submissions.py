@@ -17,8 +17,8 @@ from pathlib import Path
 from exercises import read_notebooks
 from make_submission import FORM, MOST_LETTERS
 
-from files.inputs import printable, read_as_it_is
-from files.outputs import not_written, write_whole
+from files.inputs import InputError, printable, read_as_it_is
+from files.outputs import not_written, replace_file, write_whole
 from guard.one_sentence import in_one_sentence, naming_files
 from pipeline.command_line import Parser
 
@@ -45,8 +45,7 @@ def main():
         skipped += no_notebooks
         texts = csv_of(submissions, exercises), page_of(submissions, skipped, exercises)
         into.mkdir(parents=True, exist_ok=True)
-        for name, text in zip(TABLES, texts):
-            write_whole(into / name, text)
+        write_tables(into, *texts)
     for sentence in skipped:
         print(f"skipped: {sentence}")
     print(f"{len(submissions)} submissions in {' and '.join(str(into / name) for name in TABLES)}")
@@ -58,6 +57,20 @@ def parse_arguments():
     parser.add_argument("folder", metavar="FOLDER", help="where the submissions are")
     parser.add_argument("--into", metavar="FOLDER", help="the folder for the table")
     return parser.parse_args()
+
+
+def write_tables(into, rows, page):
+    """Write both tables; if one of them cannot be written, both old ones stay."""
+    files = [into / name for name in TABLES]
+    for file in files:
+        if file.is_symlink():  # an archive may bring it, and it may lead to a submission
+            raise InputError(f"{file} is a link")
+
+    def write(partial):
+        write_whole(partial, rows)
+        write_whole(files[1], page)
+
+    replace_file(files[0], write)
 
 
 def read_all(folder):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 MOST_LINKS = 40  # followed one after the other, as in Linux
 not_written = []  # flags of outputs that could not be written; if any, the run ends with status 1
+no_links = set()  # places that `can_be_written` has found without a link, for this run's outputs
 
 
 def write_whole(path, text):
@@ -34,6 +35,8 @@ def replace_file(path, write):
         write(partial)
         with open(partial, "rb+") as file:
             os.fsync(file.fileno())
+        if is_held(path):
+            raise OSError(errno.EBUSY, "another run is writing it", str(path))
         os.replace(partial, path)
     except OSError as error:
         if str(error.filename or partial) == str(partial):  # a write names no file
@@ -43,8 +46,25 @@ def replace_file(path, write):
         partial.unlink(missing_ok=True)
 
 
+def is_held(path):
+    """Return whether a running job writes this file, a log, and has locked it until its end."""
+    try:
+        import fcntl
+
+        with open(path, "rb") as file:  # a shared lock: all ranks of a run may look at once
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):  # there is no such file, or there are no locks
+        pass
+    return False
+
+
 def place_of(path):
     """Return the path at which an output is written: its links are followed, so that they stay.
+
+    A link that was made at its place since `can_be_written` looked there is not followed: the
+    output replaces it.
 
     Raises OSError for a link in a folder that others may write to, whoever made the link: it may
     lead to any file of this user. What others put there later is replaced, not followed. On the
@@ -58,7 +78,7 @@ def place_of(path):
                 raise OSError(errno.EACCES, "it is a link of another user", str(folder))
     for _ in range(MOST_LINKS):
         path = Path(os.path.realpath(path.parent)) / path.name
-        if not os.path.islink(path):
+        if not os.path.islink(path) or path in no_links:
             return path
         if others_may_write(path.parent):
             raise OSError(errno.EACCES, "it is a link in a folder of others", str(path))
@@ -110,6 +130,7 @@ def can_be_written(path):
         os.remove(new_file_beside(real))
     except OSError:
         return False
+    no_links.add(real)
     return True
 
 

@@ -93,7 +93,7 @@ def settings_of(arguments, read=None):
     flags in `read`, {flag: attribute}, name: each node may have its own copies.
 
     --device may differ. --data may also differ, since a node may have another path; the content of
-    the text is compared. Of --checkpoints, the identity of the newest checkpoint is compared.
+    the text is compared. Of --checkpoints, the identity of what a training continues is compared.
     """
     plain = (str, int, float, list, tuple, type(None))
     own = {name: value for name, value in vars(arguments).items() if isinstance(value, plain)}

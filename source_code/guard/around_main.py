@@ -10,7 +10,7 @@ import functools
 from contextlib import contextmanager
 
 from files.inputs import InputError
-from files.outputs import not_written, write_whole
+from files.outputs import no_links, not_written, write_whole
 from files.unpickling import restrict_ranks
 from guard.agreement import settings_of
 from guard.ending import end_process, lack_of_kernels, lack_of_memory, told
@@ -29,6 +29,7 @@ def guarded(main):
     @functools.wraps(main)
     def surrounded():
         not_written.clear()
+        no_links.clear()
         restrict_ranks()  # objects from other ranks run no code
         with in_one_sentence(), ranks_set(), attached(), naming_what_fails():
             return main() or int(bool(not_written))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from files.claims import content_of
 from files.inputs import memory_of_machine
-from files.outputs import can_be_written
+from files.outputs import can_be_written, is_held
 
 LONGEST_FILE_NAME = 245  # bytes: a disk takes 255, and the name of an unfinished copy has 10 more
 
@@ -117,6 +117,8 @@ def check_file(flag, path):
         raise SystemExit(f"{flag} {path} cannot be written; name a file in a folder of yours")
     if is_printed_into(path):
         raise SystemExit(f"{flag} {path} is where this program prints; name another file")
+    if is_held(path):
+        raise SystemExit(f"{flag} {path}: another run is writing it; name another file")
 
 
 def is_printed_into(path):

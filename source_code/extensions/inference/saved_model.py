@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A saved model of a training run: its sizes, and the weights of the layers of a rank."""
 
+import json
+
 import torch
 import torch.distributed as dist
 
@@ -8,6 +10,7 @@ from extensions.checkpointing.checkpoint_folder import (
     CheckpointError,
     current_run,
     find_checkpoint,
+    read_checkpoint,
     steps_of,
 )
 from extensions.checkpointing.whole_checkpoint import fill_weights
@@ -41,7 +44,6 @@ def take_sizes(parser, arguments):
         raise SystemExit(
             f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first"
         )
-    arguments.from_checkpoint = arguments.saved.identity  # the ranks compare it
     flags = arguments.saved.description["configuration"]
     if flags.get("--settings"):
         raise SystemExit(
@@ -91,13 +93,17 @@ def build_saved_part(arguments, first, last, device="cpu", job=None):
     weights = {name: parameter.detach() for name, parameter in part.named_parameters()}
     with torch.device("meta"):
         names = dict(ModelPart(a.config, 0, a.config.layers).named_parameters())
-    for attempt in range(TRIES):
-        if all_say(job, is_read(a.saved, weights, names)):
+    for attempt in range(1 if job is None else TRIES):
+        saved = a.saved if job is None else choice_of_rank_0(a, job, attempt)
+        if all_say(job, saved is not None and is_read(saved, weights, names)):
+            a.saved = saved
             return part
-        if job is None:
-            break
-        a.saved = next_checkpoint(a.checkpoints, job, attempt) or a.saved
-    raise SystemExit(f"{a.saved.path} was removed while it was read; start again")
+    if job is None:
+        raise SystemExit(f"{a.saved.path} was removed while it was read; start again")
+    raise SystemExit(
+        f"--checkpoints {a.checkpoints}: not all ranks find the same checkpoint there; name a folder "
+        "that all nodes share, or start again if a training saves there"
+    )
 
 
 def is_read(checkpoint, weights, names):
@@ -126,14 +132,21 @@ def all_say(job, here):
     return bool(everywhere)
 
 
-def next_checkpoint(folder, job, attempt):
-    """Return the checkpoint that is now the newest one for rank 0, or None if it has gone, too."""
+def choice_of_rank_0(arguments, job, attempt):
+    """Return, on each rank, the checkpoint that is the newest for rank 0; None where it is not found.
+
+    While a training saves, each rank may have found another one to be the newest.
+    """
+    a, key = arguments, f"checkpoint {attempt}"
     if job.rank == 0:
-        found = checkpoint_or_none(newest_checkpoint, folder)
-        job.store.set(f"checkpoint {attempt}", str(found.step) if found else "")
-    with job.waiting(0, "the next checkpoint"):
-        step = job.store.get(f"checkpoint {attempt}").decode()
-    return checkpoint_or_none(find_checkpoint, folder, int(step)) if step else None
+        if attempt:
+            a.saved = checkpoint_or_none(newest_checkpoint, a.checkpoints) or a.saved
+        job.store.set(key, json.dumps([a.saved.run, a.saved.step, a.saved.identity]))
+        return a.saved
+    with job.waiting(0, "the name of its checkpoint"):
+        run, step, identity = json.loads(job.store.get(key))
+    found = checkpoint_or_none(read_checkpoint, a.checkpoints, run, step)
+    return found if found and found.identity == identity else None
 
 
 def checkpoint_or_none(find, *where):

@@ -6,10 +6,13 @@ MFU) or an evaluation (held-out loss, perplexity). The log can be read while the
 continued training appends to the same file.
 """
 
+import errno
 import math
 import os
 import statistics
+import sys
 import time
+from contextlib import suppress
 
 from extensions.pretraining.throughput import flops_per_token, peak_flops
 from files.inputs import InputError
@@ -70,11 +73,13 @@ class Metrics:
         self.peak, self.source = (peak, "given") if peak else peak_flops(job, dtype)
         self.rates = []  # tokens per second of each step
         self.started = None
+        # The open, locked file. All lines go there: its name may be given to another file.
         self.claim = self.file and open_for_one(self.file)
+        self.has_its_name = True
         if not continues:
-            self.append("w", "")
+            self.append("", begins=True)
         elif self.file and is_torn(self.file):
-            self.append("a", "\n")
+            self.append("\n")
 
     def start_step(self):
         self.started = time.perf_counter()
@@ -109,18 +114,37 @@ class Metrics:
         )
 
     def write(self, **row):
-        self.append("a", json_line(row))
+        self.append(json_line(row))
 
-    def append(self, mode, text):
-        """Open the file, write one line and close it, so that a crash loses no earlier line."""
+    def append(self, text, begins=False):
+        """Write one line to the end of the file at once, so that a crash loses no earlier line."""
         if not self.file:
             return
         try:
-            with open_in_place(self.file, mode) as file:
-                file.write(text)
+            self.claim = self.claim or open_in_place(self.file, "a")  # says why it has failed
+            self.look_at_name()
+            if begins:
+                self.claim.truncate(0)
+            self.claim.write(text)
+            self.claim.flush()
+            os.close(os.dup(self.claim.fileno()))  # a network file system writes what is closed
         except OSError as error:  # the disk is full: the training goes on without its log
             say_not_written("--metrics", self.file, error)
+            with suppress(OSError):  # what is not written yet would be tried again
+                self.claim and self.claim.close()
             self.file, self.is_whole = None, False
+
+    def look_at_name(self):
+        """Say once that the log has another name by now. Raises OSError if it has none any more."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self.claim.fileno()), os.stat(self.file)):
+                return
+        if not os.fstat(self.claim.fileno()).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "somebody has removed or replaced it")
+        if self.has_its_name:
+            sentence = "has been moved; the log goes on in the file where it is now"
+            print(f"--metrics {self.file} {sentence}", file=sys.stderr, flush=True)
+        self.has_its_name = False
 
     def utilisation(self, tokens_per_second):
         """Return the model FLOPs utilisation (MFU), 1 at the peak."""
