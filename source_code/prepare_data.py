@@ -106,7 +106,7 @@ def encode_all(arguments, claimed, writers):
                 f"{arguments.hold_out}"
             )
     if tokenizer:
-        writers["training"].write_text(TOKENIZER, tokenizer.to_str(pretty=True))
+        writers["training"].write_beside(TOKENIZER, tokenizer.to_str(pretty=True))
     per_token = held_out_bytes / writers["held_out"].total
     write_tokens_file(out, writers, width, num_tokens, per_token, tokenizer is not None)
     counts = ", ".join(f"{writer.total:,} {part}" for part, writer in writers.items())

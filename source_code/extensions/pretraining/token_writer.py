@@ -73,7 +73,7 @@ class TokenWriter:
         self.made.append(path.name)
         return file
 
-    def write_text(self, name, text):
+    def write_beside(self, name, text):
         """Write a file of the whole folder."""
         self.claimed.check("--out", name)
         self.made.append(name)
@@ -104,5 +104,5 @@ def write_tokens_file(folder, writers, width, num_tokens, bytes_per_token, token
         "tokenizer": tokenizer, "tokenizer_sha256": digest_of_tokenizer(folder), "files": files,
     }  # fmt: skip
     description["checksum"] = checksum_of_tokens_file(description)
-    writers[TOKEN_PARTS[0]].write_text(TOKENS_FILE, to_json(description, indent=1) + "\n")
+    writers[TOKEN_PARTS[0]].write_beside(TOKENS_FILE, to_json(description, indent=1) + "\n")
     return description
