@@ -30,7 +30,7 @@ from extensions.checkpointing.checkpoint_folder import (
 from extensions.checkpointing.whole_checkpoint import read_weights
 from extensions.inference.saved_model import newest_checkpoint
 from extensions.optimization.learning_rate import ConstantRate
-from extensions.pretraining.tokens import numbers_of, read_tokenizer
+from extensions.pretraining.tokens import digest_of_vocabulary, numbers_of, read_tokenizer
 from extensions.real_models.saved_folder import read_model, tokenizer_of
 from extensions.real_models.saved_output import (
     BESIDE,
@@ -161,7 +161,8 @@ def take_out(arguments):
                 f"{checkpoint.path}: {name} has the shape {tuple(weights[name].shape)}, and a Llama of "
                 f"these sizes has {tuple(layout.shape)}; only a Llama or a relative can be taken out"
             )
-    check_tokenizer(arguments.tokenizer, settings.vocabulary)
+    trained_with = checkpoint.description["configuration"].get("--tokenizer")
+    check_tokenizer(arguments.tokenizer, settings.vocabulary, trained_with)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else weights["embedding.weight"].dtype
     part = fill_part(part, weights.__getitem__, dtype, torch.device("cpu"))
     config = config_in(config, dtype) if config else config_of(settings, dtype)
@@ -169,13 +170,22 @@ def take_out(arguments):
     return int(bool(not_written))
 
 
-def check_tokenizer(folder, vocabulary):
-    """Reject a tokenizer.json that cannot be read, or has tokens that the model does not have."""
+def check_tokenizer(folder, vocabulary, trained_with=None):
+    """Reject a tokenizer.json that cannot be read, or has tokens that the model does not have.
+
+    `trained_with` is the `digest_of_vocabulary` of the model's own tokenizer, or None.
+    """
     path = tokenizer_of(folder)
     try:
-        num_tokens = numbers_of(read_tokenizer(path)) if path else 0
+        tokenizer = read_tokenizer(path) if path else None
+        num_tokens = numbers_of(tokenizer) if path else 0
     except DataError as error:
         raise SystemExit(f"--tokenizer: {error}") from None
+    if path and trained_with not in (None, digest_of_vocabulary(tokenizer)):
+        raise SystemExit(
+            f"--tokenizer {folder} has other tokens than the model was trained with ({trained_with}); "
+            "name the folder of that tokenizer"
+        )
     if num_tokens > vocabulary:
         raise SystemExit(
             f"--tokenizer {folder} has {num_tokens} tokens, and the model {vocabulary}; name the folder "

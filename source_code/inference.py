@@ -259,14 +259,23 @@ def check_length(arguments):
 
 
 def read_corpus(arguments):
+    """Return the text, in the tokens with which the model was trained."""
     a = arguments
     tokenizer = a.tokenizer or tokenizer_of(a.model_folder)
     if is_token_folder(a.data):
-        return load_tokens(a.data, a.vocabulary, a.seq_len, tokenizer_of_model=tokenizer)
-    if not tokenizer and a.vocabulary > BYTES:
+        corpus = load_tokens(a.data, a.vocabulary, a.seq_len, tokenizer_of_model=tokenizer)
+    elif tokenizer or a.vocabulary <= BYTES:
+        corpus = load_corpus(load_text(a.data, a.seq_len), a.vocabulary, tokenizer, a.seq_len)
+    else:
         saved = f"--model {a.model_folder}" if a.model_folder else f"--checkpoints {a.checkpoints}"
         raise SystemExit(f"{saved} has no tokenizer.json; name one with --tokenizer")
-    return load_corpus(load_text(a.data, a.seq_len), a.vocabulary, tokenizer, a.seq_len)
+    flags = a.saved.description["configuration"] if a.checkpoints else {}
+    if flags.get("--tokenizer") not in (None, corpus.vocabulary_digest):
+        raise SystemExit(
+            f"--checkpoints {a.checkpoints}: the model was trained with a tokenizer that has "
+            f"{flags['--tokenizer']}; name that one with --tokenizer"
+        )
+    return corpus
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext as does
 from pathlib import Path
 
 import convert
@@ -196,6 +197,33 @@ def test_tokens_of_another_tokenizer_of_the_same_size_are_rejected(tmp_path, mon
     fewer = tokenizer_with(tmp_path / "fewer.json", ["?", "one"])
     with pytest.raises(DataError, match="token 2 is 'two' there and nothing here"):
         load_tokens(tokens, 4, 4, tokenizer_of_model=fewer)
+
+
+def test_a_trained_model_neither_goes_out_nor_speaks_with_another_tokenizer_of_the_same_size(
+    tmp_path, monkeypatch
+):
+    names = ["?", "one", "two", "three", *(f"more{number}" for number in range(252))]
+    folders = {"one": tmp_path / "one", "other": tmp_path / "other"}
+    for name, words in (("one", names), ("other", [*names[:2], "three", "two", *names[4:]])):
+        folders[name].mkdir()
+        tokenizer_with(folders[name] / "tokenizer.json", words)
+    one = ["--tokenizer", str(folders["one"] / "tokenizer.json")]
+    tokens = tokens_made_with(tmp_path, one, monkeypatch)
+    sizes = "--layers 2 --dim 8 --heads 2 --kv-heads 1 --seq-len 4 --batch-size 8 --steps 1"
+    saved = f"--checkpoints {tmp_path / 'saved'}"
+    launch.run(f"pretrain_llama.py {sizes} {saved} --data {tokens}", 1, warm=True, show=False)
+    for name, folder in folders.items():
+        words = f"convert.py {saved} --to-hf {tmp_path / f'to {name}'} --tokenizer {folder}"
+        monkeypatch.setattr("sys.argv", words.replace("to ", "to-").split())
+        with pytest.raises(SystemExit, match="has other tokens") if name == "other" else does():
+            assert not convert.take_out(convert.read_flags())
+        words = f"inference.py {saved} --tokenizer {folder / 'tokenizer.json'} --seq-len 4"
+        monkeypatch.setattr("sys.argv", words.split())
+        with pytest.raises(SystemExit, match="name that one") if name == "other" else does():
+            inference.read_flags()
+    monkeypatch.setattr("sys.argv", f"inference.py {saved} --seq-len 4".split())
+    with pytest.raises(SystemExit, match="name that one"):  # its 256 tokens are no bytes
+        inference.read_flags()
 
 
 def test_bytes_are_not_the_tokens_of_a_model_with_a_tokenizer(tmp_path, monkeypatch, capsys):

@@ -60,7 +60,9 @@ def check_checkpoint_arguments(arguments, further):
         saved, where = arguments.begin.description["configuration"], arguments.begin.path
     if saved.get("--settings") and "settings" not in further:
         raise SystemExit(f"{where} came in with convert.py; continue it with pretrain_llama.py")
-    arguments.configuration = configuration_of(arguments, further, saved)
+    arguments.configuration = named = configuration_of(arguments, further, saved)
+    # An older checkpoint does not say which tokenizer its tokens are from.
+    saved = {**saved, "--tokenizer": saved.get("--tokenizer", named["--tokenizer"])}
     if where and not arguments.begin.step:  # a checkpoint from convert.py has only the model
         saved = {**arguments.configuration, **saved}
     if where and (sentence := first_difference(saved, where, arguments.configuration)):
@@ -151,6 +153,7 @@ def configuration_of(arguments, further, saved):
             setattr(arguments, name, saved.get(flag, further[name]))
         named[flag] = getattr(arguments, name)
     named["--data"] = f"a text with SHA-256 {fingerprint_of(arguments.text)[:12]}"
+    named["--tokenizer"] = getattr(arguments.text, "vocabulary_digest", None)
     return named
 
 

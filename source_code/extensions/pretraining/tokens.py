@@ -5,6 +5,7 @@ Its batches depend on (seed, step) alone like those of a Text (data.py), so that
 every batch, also after a restart.
 """
 
+import hashlib
 import json
 import string
 from contextlib import contextmanager
@@ -54,6 +55,11 @@ class Corpus(Text):
 
     def encode(self, text):
         return as_tokens(self.tokenizer, text).tolist()
+
+    @property
+    def vocabulary_digest(self):
+        """Returns a few words that differ if the tokens mean something else; None for bytes."""
+        return self.tokenizer and digest_of_vocabulary(self.tokenizer)
 
     def decode(self, tokens):
         if self.tokenizer is None:
@@ -147,6 +153,12 @@ def read_tokenizer(file):
             f"the tokenizer {file} has the token {largest:,}, which is too large; use another"
         )
     return tokenizer
+
+
+def digest_of_vocabulary(tokenizer):
+    """Return in words a SHA-256 of all tokens: of their numbers and what each stands for."""
+    meanings = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    return f"a vocabulary with SHA-256 {hashlib.sha256(meanings).hexdigest()[:12]}"
 
 
 def check_growth(file, tokenizer):
