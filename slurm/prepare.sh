@@ -107,7 +107,7 @@ own_folder() {
         mkdir -p "$folder" 2>/dev/null ||
             { echo "$PWD/${!#} cannot be made; submit from a copy of the course that you may write to" >&2; exit 2; }
         [ ! -L "$folder" ] && [ -O "$folder" ] ||
-            { echo "$PWD/$folder is a link or another user's; submit from a copy of the course of your own" >&2; exit 2; }
+            { echo "$PWD/$folder is a link or another user's; submit from your own copy of the course" >&2; exit 2; }
     done
 }
 

@@ -795,7 +795,7 @@ def test_a_tokenizer_that_makes_a_letter_into_endless_ones_is_refused(parts, tmp
     from pipeline.data import DataError
 
     path = with_replacements(tmp_path / "tokenizer.json", **parts)
-    with pytest.raises(DataError, match="more than 64 letters of one; use another tokenizer"):
+    with pytest.raises(DataError, match="one letter by more than 64; use another tokenizer"):
         read_tokenizer(path)
 
 

@@ -198,7 +198,7 @@ def test_a_folder_that_another_user_made_first_gets_nothing_and_loses_nothing(
     os.chown(tmp_path / place, 12345, -1, follow_symlinks=False) if os.getuid() == 0 else None
     status, called, said = job(script, SLURM_CPUS_ON_NODE="1")
     assert (status, said.count("\n")) == (2, 1)
-    assert f"{tmp_path / place} is a link or another user's; submit from a copy" in said
+    assert f"{tmp_path / place} is a link or another user's; submit from your own copy" in said
     found = sorted(path.name for path in (tmp_path / place).rglob("*"))
     assert found == ["17", "precious", "precious"]
     assert not any(word.endswith("srun") for word in called)

@@ -497,7 +497,7 @@ def test_a_log_that_is_moved_goes_on_where_it_is_and_not_in_that_of_another_run(
         second.write(step=10 * step)
     assert old.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
     assert log.read_text() == '{"step": 20}\n{"step": 30}\n'
-    assert capsys.readouterr().err.count("has been moved; the log goes on") == 1
+    assert capsys.readouterr().err.count("has been moved; the log continues") == 1
     assert first.is_whole and not outputs.not_written
 
 

@@ -142,7 +142,7 @@ class Metrics:
         if not os.fstat(self.claim.fileno()).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "somebody has removed or replaced it")
         if self.has_its_name:
-            sentence = "has been moved; the log goes on in the file where it is now"
+            sentence = "has been moved; the log continues in the moved file"
             print(f"--metrics {self.file} {sentence}", file=sys.stderr, flush=True)
         self.has_its_name = False
 

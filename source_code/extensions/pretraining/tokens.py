@@ -58,7 +58,7 @@ class Corpus(Text):
 
     @property
     def vocabulary_digest(self):
-        """Returns a few words that differ if the tokens mean something else; None for bytes."""
+        """See `digest_of_vocabulary`; None if the tokens are bytes."""
         return self.tokenizer and digest_of_vocabulary(self.tokenizer)
 
     def decode(self, tokens):
@@ -162,7 +162,7 @@ def digest_of_vocabulary(tokenizer):
 
 
 def check_growth(file, tokenizer):
-    """Raise DataError for replacements that together make a few letters into endless ones.
+    """Raise DataError for replacements that together make an endless text of a few letters.
 
     No signal interrupts the library once it replaces, so its steps are tried one by one, on single
     letters and on what is replaced. The replacements of a decoder are those of a normalizer.
@@ -175,8 +175,8 @@ def check_growth(file, tokenizer):
         tried = pieces.union(string.printable)
         if len(found) > MOST_STEPS or any(grows(steps, piece) for piece in tried):
             raise DataError(
-                f"the tokenizer {file} replaces text in more than {MOST_STEPS} steps, or makes more "
-                f"than {MOST_GROWTH} letters of one; use another tokenizer.json"
+                f"the tokenizer {file} replaces text in more than {MOST_STEPS} steps, or one letter "
+                f"by more than {MOST_GROWTH}; use another tokenizer.json"
             )
 
 
