@@ -28,7 +28,7 @@ LAYER_FLAGS = (
     "--dtype float64 --device cpu --dim 16 --heads 2 --kv-heads 2 --seq-len 16 --layers 4 --steps 3 "
     "--batch-size 8 --microbatches 4 --evaluate-windows 2 --schedule 1f1b --verify"
 )
-COMPUTING = 10  # seconds; the layer runs in a whole training, and may be slow
+COMPUTING = 20  # seconds; the layer runs in a whole training, and may be slow
 LAYER_PROGRAM = "course.checks.build_llama_in_training.main"
 
 
