@@ -689,8 +689,8 @@ def test_a_change_that_is_not_committed_is_named_and_handed_out(clone, tmp_path,
     make_handout.write_course(copy)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and all("git stash -- " in line for line in said)
-    assert 'a "ü" b.md is handed out as it lies there' in said[0]
-    assert "notebooks/02_a.ipynb is handed out as it lies there" in said[1]
+    assert 'a "ü" b.md is handed out with changes' in said[0]
+    assert "notebooks/02_a.ipynb is handed out with changes" in said[1]
     assert "my_answer" in (copy / "notebooks" / "02_a.ipynb").read_text()
 
 

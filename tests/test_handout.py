@@ -189,7 +189,8 @@ def test_what_is_packed_runs_and_lessons_find_its_text(handout):
         "lesson_03.most_microbatches(lambda *given: Cured.tied_gradient(1, 2))"
     )
     command = [sys.executable, "-c", code]
-    asked = subprocess.run(command, cwd=handout / "source_code", capture_output=True, text=True)
+    options = {"cwd": handout / "source_code", "capture_output": True, "text": True, "timeout": 60}
+    asked = subprocess.run(command, **options)
     assert "Not yet: gpipe, 4 ranks, room for 4, 64 available: you say 3;" in asked.stdout
 
 

@@ -222,7 +222,9 @@ def test_a_trained_model_neither_goes_out_nor_speaks_with_another_tokenizer_of_t
         with pytest.raises(SystemExit, match="name that one") if name == "other" else does():
             inference.read_flags()
     monkeypatch.setattr("sys.argv", f"inference.py {saved} --seq-len 4".split())
-    with pytest.raises(SystemExit, match="name that one"):  # its 256 tokens are no bytes
+    with pytest.raises(
+        SystemExit, match="name that one"
+    ):  # the model has 256 tokens, but they are not bytes
         inference.read_flags()
 
 

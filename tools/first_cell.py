@@ -14,7 +14,7 @@ class NoCourse(Exception):
 
 
 def place_of_course():
-    """The first place that is there, unless another user has made it where everybody may."""
+    """The first of PLACES that exists; not one that another user put into a shared folder."""
     for place in filter(os.path.isdir, PLACES):
         made = "fetched_course" if place.startswith("fetched_course/") else place
         above = os.stat(os.path.dirname(made) or ".")

@@ -161,7 +161,7 @@ def write_course(folder):
 
 
 def name_changes(files):
-    """Name each of the files that the last commit does not have as it lies there.
+    """Name each of the files that differ from the last commit.
 
     An instructor may have written an answer into a notebook, and forgotten it.
     """
@@ -171,8 +171,8 @@ def name_changes(files):
         if os.fsencode(file) in changed:
             name = printable(str(file))
             print(
-                f"make_handout.py: {name} is handed out as it lies there, with changes since the last "
-                f"commit; to leave them out, run git stash -- {name} and make the handout again",
+                f"make_handout.py: {name} is handed out with changes that are not committed; to leave "
+                f"them out, run git stash -- {name} and make the handout again",
                 file=sys.stderr,
             )
 

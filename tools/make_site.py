@@ -438,7 +438,7 @@ def anchor_of(identifier):
 def with_links(body, file, course):
     """Links and pictures of `file`, pointed at pages of the site; names of files become links.
 
-    A link to what is no page of the site is named, and only its words stay.
+    It names each link whose target is not a page of the site, and keeps only the link's text.
     """
 
     known = {*course.files, *course.folders, *course.titles}
