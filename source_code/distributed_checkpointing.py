@@ -94,7 +94,7 @@ def main():
         if ending:
             break
 
-    status = status_of_end(arguments, job, training, checkpoints, ending)
+    status = status_of_end(job, training, checkpoints, ending)
     job.leave()
     reference = partial(train_one_process, before_update=clip_and_set_rate)
     return log.finish(job.device, reference, not ending) or status

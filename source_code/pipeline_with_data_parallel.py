@@ -101,7 +101,7 @@ def main():
             break
 
     describe_sums(arguments, job, schedule, reduction)
-    status = status_of_end(arguments, job, training, checkpoints, ending)
+    status = status_of_end(job, training, checkpoints, ending)
     job.leave()
     reference = partial(train_one_process, before_update=clip_whole_model)
     return log.finish(job.device, reference, not ending) or status

@@ -125,7 +125,7 @@ def main():
     if not ending:
         show_sample(arguments, forward_only, training.step)
     metrics.print_summary()
-    status = status_of_end(arguments, job, training, checkpoints, ending)
+    status = status_of_end(job, training, checkpoints, ending)
     job.leave()
     return log.finish(job.device, one_process, not ending) or status or int(not metrics.is_whole)
 

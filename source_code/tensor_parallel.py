@@ -92,7 +92,7 @@ def main():
             break
 
     describe(arguments, job, schedule, group)
-    status = status_of_end(arguments, job, training, checkpoints, ending)
+    status = status_of_end(job, training, checkpoints, ending)
     job.leave()
     reference = partial(train_one_process, before_update=clip_whole_model)
     return log.finish(job.device, reference, not ending) or status

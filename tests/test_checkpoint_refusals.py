@@ -204,6 +204,18 @@ def test_a_checkpoint_folder_behind_a_link_is_looked_into(refusal, saved):
     assert "lies in --checkpoints" in refusal.check(SCRIPT, *flags, names="--losses")
 
 
+def test_a_run_behind_a_link_is_not_continued_and_none_of_its_checkpoints_goes(refusal, saved):
+    other = saved.rename(saved.parent / "other")
+    before = content_of(other)
+    saved.mkdir()
+    (saved / "run-0001").symlink_to(other / "run-0001", target_is_directory=True)
+    flags = ["--checkpoints", str(saved), "--optimizer", "adamw", "--keep", "1"]
+    assert "it is a link" in refusal.check(SCRIPT, *flags, names=f"{saved / 'run-0001'}")
+    with pytest.raises(PermissionError, match="it is a link"):  # one that comes later
+        checkpoint_folder.begin_writing(saved, "run-0001", 20)
+    assert content_of(other) == before
+
+
 def test_what_the_system_refuses_in_the_folder_has_a_flag_and_a_fix(monkeypatch):
     class Refused:
         def __init__(self, *_):

@@ -33,6 +33,7 @@ from extensions.checkpointing import checkpoint, checkpoint_arguments, checkpoin
 from extensions.checkpointing.whole_checkpoint import read_weights
 from extensions.optimization.clipping import norm_of, scale_gradients, squares_of
 from extensions.optimization.learning_rate import share_of_peak
+from files import outputs
 from pipeline import model
 from pipeline.model import FeedForward, ModelConfig, build_part
 
@@ -473,6 +474,19 @@ def test_a_stop_that_cannot_be_marked_is_one_sentence_and_ends_with_75(tmp_path)
     assert (first[0], second) == (75, (75, ""))
     assert str(place) in first[1] and first[1].count("\n") == 1
     assert (tmp_path / "saved" / "latest").read_text() == "run-0001/step-00000005\n"
+
+
+def test_a_stop_is_not_marked_in_another_folder_that_has_got_the_name(tmp_path, capfd):
+    folder, other = tmp_path / "saved", tmp_path / "other"
+    ours = checkpoint.Checkpoints(SimpleNamespace(rank=0), str(folder), "run-0001")
+    ours.claim_folder()
+    folder.rename(tmp_path / "moved")
+    other.mkdir()
+    other.rename(folder)
+    job, training = SimpleNamespace(rank=0), SimpleNamespace(step=3)
+    checkpoint_arguments.status_of_end(job, training, ours, signal.SIGTERM)
+    assert os.listdir(folder) == [] and outputs.not_written.pop() == "--checkpoints"
+    assert "another folder has this name by now" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

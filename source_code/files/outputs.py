@@ -86,11 +86,6 @@ def place_of(path):
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
-def is_link_of_another(path):
-    """Return whether a path is another user's link, also in a folder that belongs to that user."""
-    return os.path.islink(path) and os.lstat(path).st_uid != os.geteuid()
-
-
 def others_may_write(folder):
     """Return whether users other than this one and root may make files in a folder.
 

@@ -4,6 +4,7 @@
 All errors that the names, sizes and flags in a folder reveal are found before the first message.
 """
 
+import errno
 import hashlib
 import os
 import sys
@@ -19,6 +20,7 @@ from extensions.checkpointing.checkpoint_folder import (
     write_line,
 )
 from extensions.checkpointing.stop_request import status_when_stopped
+from files.claims import is_in_place
 from files.outputs import can_be_written, say_not_written
 from pipeline.command_line import positive_integer
 
@@ -225,24 +227,31 @@ def end_diverged(job, what, checkpoints):
     return 1
 
 
-def status_of_end(arguments, job, training, checkpoints, ending):
+def status_of_end(job, training, checkpoints, ending):
     """Print on rank 0 how a run has ended. Returns the exit status, the same on every rank.
 
     `ending` is what `find_not_finite` or `save_when_due` has returned.
     """
+    stopped = ending and not isinstance(ending, str)
     if checkpoints:
+        checkpoints.wait()
+        if stopped and not checkpoints.problem and job.rank == 0:
+            mark_stopped(checkpoints, f"{ending.name} after {training.step} steps")
         checkpoints.finish()
     if isinstance(ending, str):
         return end_diverged(job, ending, checkpoints)
     if checkpoints and checkpoints.problem:
         return 1
-    if not ending:
-        return 0
-    if job.rank == 0:
-        when = f"{ending.name} after {training.step} steps"
-        try:
-            write_line(arguments.checkpoints, "stopped", when)  # the training can be continued
-        except OSError as error:
-            say_not_written("--checkpoints", os.path.join(arguments.checkpoints, "stopped"), error)
-        print(f"stopped by {when}, saved", flush=True)
-    return status_when_stopped()
+    return status_when_stopped() if stopped else 0
+
+
+def mark_stopped(checkpoints, when):
+    """Write the file `stopped`, which says that the training can be continued."""
+    path = os.path.join(checkpoints.folder, "stopped")
+    try:
+        if not is_in_place(checkpoints.claim, checkpoints.folder):
+            raise OSError(errno.ESTALE, "another folder has this name by now", path)
+        write_line(checkpoints.folder, "stopped", when)
+    except OSError as error:
+        say_not_written("--checkpoints", path, error)
+    print(f"stopped by {when}, saved", flush=True)

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from files.claims import ClaimError, lock_folder
 from files.inputs import MEBIBYTE, InputError, is_count, open_input, read_json, read_text
-from files.outputs import is_link_of_another, place_of, replace_file, to_json
+from files.outputs import place_of, replace_file, to_json
 
 DESCRIPTION = "checkpoint.json"
 PLAIN = "configuration", "rate", "progress"  # what a training's state has beside tensors
@@ -91,7 +91,7 @@ def runs_of(folder):
 def entries_of(folder, run=""):
     """Return the names in a folder, or in the folder of a run; none if it does not exist."""
     try:
-        reject_foreign_link(folder, run)
+        reject_link(folder, run)
         return os.listdir(Path(folder) / run)
     except FileNotFoundError:
         return []
@@ -102,15 +102,15 @@ def entries_of(folder, run=""):
         ) from None
 
 
-def reject_foreign_link(folder, run):
-    """Raise OSError if a link of another user leads to checkpoints elsewhere.
+def reject_link(folder, run):
+    """Raise OSError if another user's link leads to the folder, or the run's folder is any link.
 
-    A run's folder may not be such a link even if that user owns the folder above it.
+    The oldest checkpoints of a run are removed, and a link may lead to another training's run.
     """
     place = Path(folder) / run
     place_of(place / "any")
-    if run and is_link_of_another(place):
-        raise OSError(errno.EACCES, "it is a link of another user", str(place))
+    if run and os.path.islink(place):
+        raise OSError(errno.EACCES, "it is a link", str(place))
 
 
 def current_run(folder):
@@ -260,7 +260,7 @@ def run_to_write(folder, continued, is_newest):
 def begin_writing(folder, run, step):
     """Make the temporary folder of a checkpoint; returns its path."""
     temporary = Path(folder) / run / f"{WRITING}{name_of_step(step)}-{secrets.token_hex(2)}"
-    reject_foreign_link(folder, run)
+    reject_link(folder, run)
     temporary.mkdir(parents=True)
     (temporary / DESCRIPTION).touch()  # `publish` looks for it: torch makes a missing folder anew
     # A new folder's entry is on disk only once its parent folder is synced.
