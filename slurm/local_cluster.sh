@@ -128,7 +128,7 @@ start() {
         write_configuration
     fi
     start_munge
-    is_running slurmctld || within 5 slurmctld -i ||
+    is_running slurmctld || within 5 slurmctld -f "$SLURM_CONF" -i ||
         fail "slurmctld, the controller, did not start" "$folder/log/slurmctld.log"
     local name
     for name in $(node_names); do
@@ -281,10 +281,10 @@ start_node() {
     local unshare=(unshare --uts --mount) drop=(setpriv --ambient-caps -all --inh-caps -all)
     [ "$(id -u)" = 0 ] || unshare+=(--user --map-current-user --keep-caps)
     if [ ! -e "$folder/plain" ] && "${unshare[@]}" bash -c "$inside" 2>"$folder/log/unshare.$1"; then
-        within 10 "${unshare[@]}" bash -c "$inside && exec ${drop[*]} slurmd -N $1"
+        within 10 "${unshare[@]}" bash -c "$inside && exec ${drop[*]} slurmd -f $SLURM_CONF -N $1"
     else
         touch "$folder/plain"
-        within 10 slurmd -N "$1"
+        within 10 slurmd -f "$SLURM_CONF" -N "$1"
     fi
 }
 
@@ -310,14 +310,14 @@ fail() {
     exit 1
 }
 
-# By recorded process id, and only if the number has not gone to another program since. What has
-# ended and was not collected by its parent (state Z) does not count as running.
+# By recorded process id, and only if the number has not gone to another program since, nor to that of
+# another folder. What has ended and was not collected by its parent (state Z) is not running.
 is_running() {
     local id
     id=$(id_of "$1")
     [ -n "$id" ] || return 1
-    [ "$(sed -n 's/^Name:\t//p' "/proc/$id/status" 2>/dev/null)" = "${1%%.*}" ] &&
-        ! grep -q '^State:.*Z' "/proc/$id/status" 2>/dev/null
+    { [ "$(sed -n 's/^Name:\t//p' "/proc/$id/status")" = "${1%%.*}" ] &&
+        grep -qF "$folder/" "/proc/$id/cmdline" && ! grep -q '^State:.*Z' "/proc/$id/status"; } 2>/dev/null
 }
 
 # Not $(<file): a daemon removes its file as it ends, and bash would end with it.

@@ -94,6 +94,19 @@ def test_starting_a_cluster_that_runs_starts_only_what_is_missing(cluster):
     assert before - after == {node.pid} and len(after) == len(before)
 
 
+def test_a_recorded_process_that_is_another_cluster_s_by_now_is_not_ended(cluster, short_path):
+    """As after a restart of a container, where the same numbers come again."""
+    (munge,) = [p for p in cluster.daemons() if p.name() == "munged"]
+    other = short_path / "other"
+    (other / "run").mkdir(mode=0o700, parents=True)
+    (other / "run" / "munged.pid").write_text(f"{munge.pid}\n")
+    (other / "slurm.conf").touch()
+    words = [LOCAL_CLUSTER, "stop", "--folder", other]
+    stopped = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    assert stopped.stdout == f"no cluster is running in {other}\n", stopped.stderr
+    assert munge.is_running() and munge.status() != psutil.STATUS_ZOMBIE
+
+
 def test_stop_ends_a_running_job_and_leaves_no_process_in_a_folder_of_the_longest_name(short_path):
     if MISSING:
         pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing)")
