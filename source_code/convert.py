@@ -106,8 +106,15 @@ def bring_in(arguments):
     sizes = {f"--{name.replace('_', '-')}": getattr(settings, name) for name in SIZE_FLAGS}
     weights = {name: saved.weight(name) for name, _ in lay_out(settings).named_parameters()}
     kept = {**settings.further(), "config": json.dumps(saved.config)}
+    configuration = {**sizes, "--settings": kept}
+    file = tokenizer_of(arguments.from_hf)
+    try:
+        if file:  # pretrain_llama.py refuses other tokens than those that the model knows
+            configuration["--tokenizer"] = digest_of_vocabulary(read_tokenizer(file))
+    except DataError as error:
+        raise SystemExit(f"--from-hf: {error}") from None
     no_state = SimpleNamespace(state={})
-    training = Training(weights, no_state, ConstantRate(), {**sizes, "--settings": kept})
+    training = Training(weights, no_state, ConstantRate(), configuration)
     checkpoints = Checkpoints(join_job("cpu"), arguments.checkpoints, FIRST_RUN)
     problem = checkpoints.prepare()
     if problem is None:
@@ -119,7 +126,12 @@ def bring_in(arguments):
     if problem:
         fix = "" if "; " in problem else "; mend that (make room, for example) and start again"
         raise SystemExit(f"--from-hf {arguments.from_hf} was not brought in: {problem}{fix}")
+    if file:
+        print(
+            f"make tokens with prepare_data.py --data TEXT --tokenizer {quote(file)} --out TOKENS"
+        )
     words = " ".join(f"{flag} {size}" for flag, size in sizes.items())
+    words += f" --learning-rate 1e-5 --data {'TOKENS' if file else 'TEXT'}"
     print(f"continue with pretrain_llama.py --checkpoints {quote(arguments.checkpoints)} {words}")
     return 0
 

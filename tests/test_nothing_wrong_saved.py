@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -17,6 +18,7 @@ import grade_submissions
 import inference
 import nbformat
 import prepare_data
+import pretrain_llama
 import pytest
 import tokenizers
 import torch
@@ -226,6 +228,27 @@ def test_a_trained_model_neither_goes_out_nor_speaks_with_another_tokenizer_of_t
         SystemExit, match="name that one"
     ):  # the model has 256 tokens, but they are not bytes
         inference.read_flags()
+
+
+def test_a_model_that_comes_in_with_a_tokenizer_learns_only_its_tokens(tmp_path, monkeypatch):
+    names = ["?", "one", "two", "three", *(f"more{number}" for number in range(252))]
+    folder = write_model(tmp_path / "model", layers=2)
+    own = tokenizer_with(folder / "tokenizer.json", names)
+    other = tokenizer_with(tmp_path / "tokenizer.json", [*names[:2], "three", "two", *names[4:]])
+    words = f"convert.py --from-hf {folder} --checkpoints {tmp_path / 'saved'}"
+    said = launch.run(words, 1, warm=True, show=False).output
+    assert f"prepare_data.py --data TEXT --tokenizer {own} --out TOKENS" in said
+    sizes = re.search("continue with pretrain_llama.py (.*) --data TOKENS", said)[1].split()
+    flags = ["pretrain_llama.py", *sizes, "--seq-len", "8", "--batch-size", "8"]
+    monkeypatch.setattr("sys.argv", flags)  # with a text, whose tokens are bytes
+    with pytest.raises(SystemExit, match="make tokens with the same tokenizer"):
+        pretrain_llama.read_flags()
+    for made_with in own, other:
+        tokens = tokens_made_with(made_with.parent, ["--tokenizer", str(made_with)], monkeypatch)
+        monkeypatch.setattr("sys.argv", [*flags, "--data", str(tokens)])
+        wrong = pytest.raises(SystemExit, match="make tokens with the same tokenizer")
+        with wrong if made_with == other else does():
+            assert pretrain_llama.read_flags()[0].begin.step == 0
 
 
 def test_bytes_are_not_the_tokens_of_a_model_with_a_tokenizer(tmp_path, monkeypatch, capsys):

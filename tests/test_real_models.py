@@ -306,7 +306,7 @@ def pretrained(ranks, flags, losses, dtype="float64"):
 
 def sizes_in(printed):
     """The flags that convert.py says pretrain_llama.py needs."""
-    return re.search(r"pretrain_llama\.py (--checkpoints .*)", printed)[1]
+    return re.search(r"pretrain_llama\.py (--checkpoints .*) --learning-rate", printed)[1]
 
 
 @pytest.mark.parametrize(

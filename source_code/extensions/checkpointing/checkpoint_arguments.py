@@ -80,6 +80,13 @@ def first_difference(saved, where, configuration):
     for flag, value in {**dict.fromkeys(saved), **configuration}.items():
         both, before = flag in saved and flag in configuration, saved.get(flag)
         if before != value if both else before or value:
+            if flag == "--tokenizer":  # a flag of prepare_data.py, not of the training program
+                none = "no vocabulary: they are bytes"
+                return (
+                    f"--data has tokens of {value or none}, and {where} those of {before or none}; make "
+                    "tokens with the same tokenizer (prepare_data.py --tokenizer), or use another "
+                    "--checkpoints folder"
+                )
             is_now = f"is {value}" if with_value(value) else "is given" if value else "is not given"
             was = f"{flag} {before}" if with_value(before) else flag if before else f"no {flag}"
             use = "use that" if both else "use the program that made it"
