@@ -115,4 +115,7 @@ LOGS=build/jobs/$SLURM_JOB_ID
 own_folder build/jobs "$LOGS"
 # Of an older cluster, which began at 1, too.
 [ "${SLURM_RESTART_COUNT:-0}" != 0 ] || { rm -rf "$LOGS"; own_folder "$LOGS"; }
+# On a full disk torchrun would lose there what the ranks say.
+{ echo "$SLURM_JOB_NODELIST" >"$LOGS/nodes" && rm "$LOGS/nodes"; } 2>/dev/null ||
+    { echo "$PWD/$LOGS cannot be written to (a full disk, or a quota?); make room there" >&2; exit 2; }
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, attempt $((${SLURM_RESTART_COUNT:-0} + 1))"

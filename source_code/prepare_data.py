@@ -123,15 +123,18 @@ def files_of(names):
         found = [name]
         if os.path.isdir(name):
             try:
-                found = sorted(
-                    each for each in name.iterdir() if kind_of(each) in (".txt", JSON_LINES)
-                )
+                there = sorted(one for one in name.iterdir() if not one.name.startswith("."))
+                found = [one for one in there if kind_of(one) in (".txt", JSON_LINES)]
             except OSError as error:
                 raise InputError(f"{name} cannot be read ({error.strerror})") from None
             if not found:
                 raise DataError(
                     f"--data: {name} has no .txt and no .jsonl files; name a folder that has some"
                 )
+            others = [repr(one.name) for one in there if one not in found]
+            if others:
+                more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+                print(f"not read in {name}: {', '.join(others[:5])}{more}")
         paths += found
     named = Counter(map(os.path.realpath, paths))
     if twice := next((path for path in paths if named[os.path.realpath(path)] > 1), None):

@@ -403,6 +403,34 @@ def test_a_watch_ends_only_processes_with_the_same_parent():
         child.wait(10)
 
 
+def test_no_rank_of_a_checkpointed_job_outlives_torchrun():
+    """Its own parent is the shell that the job script starts, which SIGKILL of torchrun leaves."""
+    job_script = (ROOT / "slurm" / "checkpointed.sbatch").read_text()
+    shell = re.search("^rank='(.*)'$", job_script, re.MULTILINE)[1]
+    program = (
+        "import os, sys, time; sys.path.insert(0, 'source_code')\n"
+        "from guard.presence import Presence\n"
+        "Presence(0, 2, 60).start(); print(os.getpid(), flush=True); time.sleep(60)\n"
+    )
+    words = ["bash", "-c", shell, "rank", sys.executable, "-c", program]
+    torchrun = f"import subprocess; subprocess.run({words!r})"
+    launcher = subprocess.Popen([sys.executable, "-c", torchrun], cwd=ROOT, stdout=subprocess.PIPE)
+    reaper = threading.Timer(60, launcher.kill)
+    reaper.start()
+    rank = None
+    try:
+        rank = psutil.Process(int(launcher.stdout.readline()))
+        launcher.kill()
+        launcher.wait(10)
+        rank.wait(WITHIN)
+    finally:
+        reaper.cancel()
+        launcher.kill()
+        launcher.stdout.close()
+        if rank and rank.is_running():
+            rank.kill()
+
+
 def test_a_rank_outlives_no_launcher():
     program = (
         "import sys, time; sys.path.insert(0, 'source_code')\n"

@@ -11,6 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext as does
 from pathlib import Path
+from types import SimpleNamespace
 
 import convert
 import finetune
@@ -34,6 +35,8 @@ from extensions.checkpointing.checkpoint_folder import CheckpointError
 from extensions.inference import saved_model
 from extensions.pretraining import metrics
 from extensions.pretraining.token_files import load_tokens
+from extensions.pretraining.tokens import digest_of_vocabulary, read_tokenizer
+from extensions.real_models import saved_output
 from extensions.real_models.saved_folder import read_model
 from extensions.real_models.saved_settings import read_settings
 from extensions.real_models.tensor_files import stored_tensors, write_tensors
@@ -249,6 +252,25 @@ def test_a_model_that_comes_in_with_a_tokenizer_learns_only_its_tokens(tmp_path,
         wrong = pytest.raises(SystemExit, match="make tokens with the same tokenizer")
         with wrong if made_with == other else does():
             assert pretrain_llama.read_flags()[0].begin.step == 0
+
+
+def test_a_tokenizer_that_changes_during_the_training_is_not_saved_with_the_model(
+    tmp_path, monkeypatch, capsys
+):
+    file = tokenizer_with(tmp_path / "tokenizer.json", ["?", "one", "two"])
+    text = SimpleNamespace(vocabulary_digest=digest_of_vocabulary(read_tokenizer(file)))
+    saved = SimpleNamespace(config={}, settings=None)
+    claimed = SimpleNamespace(release=lambda: None)
+    arguments = SimpleNamespace(claimed=claimed, saved=saved, torch_dtype=torch.float64, text=text)
+    found = []
+    monkeypatch.setattr(saved_output, "save_model", lambda *given: found.append(given[6]) or True)
+    monkeypatch.setattr(saved_output, "not_written", [])
+    save = (arguments, None, {}, "--save", "out", str(tmp_path))
+    saved_output.save_trained(*save)
+    tokenizer_with(file, ["?", "two", "one"])
+    saved_output.save_trained(*save)
+    assert found == [str(tmp_path), None] and saved_output.not_written == ["--save"]
+    assert "the model alone: the tokenizer in" in capsys.readouterr().err
 
 
 def test_bytes_are_not_the_tokens_of_a_model_with_a_tokenizer(tmp_path, monkeypatch, capsys):

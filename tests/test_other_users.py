@@ -252,6 +252,22 @@ def test_a_folder_of_ours_behind_a_link_of_another_user_gets_no_output(everybody
     assert (own / "out.json").read_text() == "ours" and not can_be_written(table / "new.json")
 
 
+@needs_root
+def test_another_users_file_in_a_folder_such_as_tmp_is_refused_before_the_run(everybodys):
+    theirs, own = everybodys / "theirs.json", everybodys / "own.json"
+    for path, owner in (theirs, OTHER), (own, OTHER + 1):
+        path.write_text("")
+        path.chmod(0o666)
+        os.chown(path, owner, owner)
+    os.chown(everybodys, OTHER + 2, OTHER + 2)
+    everybodys.chmod(0o1777)
+    with mock.patch("os.geteuid", return_value=OTHER + 1):
+        assert can_be_written(own) and not can_be_written(theirs)
+    everybodys.chmod(0o777)  # where anybody may replace anything
+    with mock.patch("os.geteuid", return_value=OTHER + 1):
+        assert can_be_written(theirs)
+
+
 def test_no_link_that_others_make_in_a_claimed_folder_is_written_through(
     everybodys, monkeypatch, capsys
 ):

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import types
@@ -70,7 +71,19 @@ def test_a_file_that_is_cut_off_while_it_is_mapped_is_named_before_it_is_read(ma
     training = load_tokens(folder, 256, 16).training
     file = folder / "training.bin"
     os.truncate(file, 100)  # a read beyond it would end the process with SIGBUS
-    with pytest.raises(SystemExit, match=f"{file.name} has become shorter"):
+    with pytest.raises(SystemExit, match=f"{file.name} was changed"):
+        training[5000:5016]
+
+
+def test_a_file_that_is_written_to_while_it_is_mapped_is_not_trained_on(make):
+    _, _, folder = make("--data", DEFAULT_TEXT)
+    training, file = load_tokens(folder, 256, 16).training, folder / "training.bin"
+    shutil.copy(file, folder / "copy")
+    (folder / "copy").rename(file)  # the mapped file has no name any more, and its content stays
+    assert len(training[5000:5016]) == 16
+    training = load_tokens(folder, 256, 16).training
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(SystemExit, match=f"{file.name} was changed"):
         training[5000:5016]
 
 
@@ -80,8 +93,12 @@ def test_json_lines_and_folders_are_read_and_a_tokenizer_is_trained_and_kept(mak
     rows = [{"body": f"Document {n} is about pipelines.\n\nIt has two parts."} for n in range(40)]
     (source / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
     (source / "a.txt").write_text("First one.\n\nSecond one.\n")
+    (source / ".a.txt").write_text("A backup.")
+    (source / "more").mkdir()
+    (source / "c.md").write_text("Another kind.")
     status, said, folder = make("--data", source, "--field", "body", "--vocabulary", 300)
     assert (status, "42 documents" in said) == (0, True)
+    assert f"not read in {source}: 'c.md', 'more'\n" in said
     corpus = load_tokens(folder, 300, 4)
     text = corpus.decode(corpus.training[:].tolist())
     assert text.startswith("First one.\n\nSecond one.\n\nDocument 0 is about pipelines.\n\nIt has")

@@ -181,6 +181,8 @@ def wall_of(people, skipped, titles, names, now):
     if skipped:
         listed = "; ".join(escape(sentence) for sentence in skipped[:10])
         more = f"; and {len(skipped) - 10} more" if len(skipped) > 10 else ""
+        if not names:  # a file may have the name of a person
+            listed, more = f"{len(skipped)} of the folder's files, or lines in them", ""
         parts.append(f"<p class='skipped'>Skipped: {listed}{more}.</p>")
     return "".join(parts)
 

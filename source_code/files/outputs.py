@@ -120,6 +120,8 @@ def can_be_written(path):
         return False
     if os.path.exists(real) and not (os.path.isfile(real) and os.access(real, os.W_OK)):
         return False
+    if os.path.exists(real) and is_kept_for_its_owner(real):
+        return False
     # Permissions are not enough to decide (root, read-only mounts, /proc), so try it.
     try:
         os.remove(new_file_beside(real))
@@ -127,6 +129,13 @@ def can_be_written(path):
         return False
     no_links.add(real)
     return True
+
+
+def is_kept_for_its_owner(path):
+    """Return whether a file may not be replaced: another user's, in a folder such as /tmp."""
+    folder = os.stat(os.path.dirname(path))
+    owners = os.stat(path).st_uid, folder.st_uid, 0
+    return os.name != "nt" and bool(folder.st_mode & stat.S_ISVTX) and os.geteuid() not in owners
 
 
 def write_output(flag, path, text):

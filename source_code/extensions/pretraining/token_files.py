@@ -47,21 +47,27 @@ CHECKED_AT_OPENING = 2**30  # tokens per part: 0.25 s per rank where the file is
 class MappedTokens:
     """The tokens of a file; a slice is a tensor of int64.
 
-    `tokens` is a one-dimensional tensor that is mapped from the file `path`. A program that reads
-    beyond the end of a file that has become shorter is killed by the system, so each read first
-    checks the size of the file again.
+    `tokens` is a one-dimensional tensor that is mapped from the file `path`. Each read first checks
+    that nobody has written to the file: other tokens would be trained on in silence, and a program
+    that reads beyond the end of a file that has become shorter is killed by the system. A file that
+    was put in its place does no harm, because the mapped one stays.
     """
 
     def __init__(self, tokens, path):
-        self.tokens, self.path = tokens, path
+        self.tokens, self.path, self.opened = tokens, path, path.stat()
 
     def __len__(self):
         return len(self.tokens)
 
     def __getitem__(self, wanted):
-        if self.path.is_file() and self.path.stat().st_size < self.tokens.nbytes:
+        now = self.path.stat() if self.path.is_file() else None
+        if (
+            now
+            and os.path.samestat(now, self.opened)
+            and now.st_mtime_ns != self.opened.st_mtime_ns
+        ):
             raise SystemExit(
-                f"{self.path} has become shorter since it was opened; make the tokens again with "
+                f"{self.path} was changed since it was opened; make the tokens again with "
                 "prepare_data.py"
             )
         return self.tokens[wanted].to(torch.int64)

@@ -11,7 +11,14 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from extensions.real_models.saved_folder import INDEX, ONE_FILE, TOKENIZER_OF_MODEL, is_tied_copy
+from extensions.pretraining.tokens import digest_of_vocabulary, read_tokenizer
+from extensions.real_models.saved_folder import (
+    INDEX,
+    ONE_FILE,
+    TOKENIZER_OF_MODEL,
+    is_tied_copy,
+    tokenizer_of,
+)
 from extensions.real_models.saved_part import name_in_file
 from extensions.real_models.saved_settings import CONFIG_FILE
 from extensions.real_models.tensor_files import write_tensors
@@ -19,6 +26,7 @@ from files.claims import LOCK, ClaimError, NewFolder
 from files.inputs import InputError, read_bytes
 from files.outputs import not_written, replace_file, to_json, write_whole
 from pipeline.collectives import gather, share
+from pipeline.data import DataError
 
 # Files beside the weights, copied unchanged from the folder of the starting weights.
 BESIDE = (
@@ -87,9 +95,24 @@ def save_trained(arguments, job, stages, flag, folder, beside):
     claimed = arguments.claimed  # None on other ranks
     saved, parts = arguments.saved, [stage.part for stage in stages.values()]
     config = config_in(saved.config, arguments.torch_dtype)
+    if claimed and beside and not has_tokenizer_of(arguments.text, beside):
+        reason = f"the tokenizer in {beside} is not the one with which the training began"
+        print(f"{flag} {folder} gets the model alone: {reason}", file=sys.stderr, flush=True)
+        not_written.append(flag)
+        beside = None
     written = save_model(job, flag, folder, config, parts, saved.settings, beside, claimed)
     if claimed:
         (claimed.release if written else claimed.give_up)()
+
+
+def has_tokenizer_of(text, folder):
+    """Return whether the tokens of `text` are still those of the folder's tokenizer, if it has one."""
+    file = tokenizer_of(folder)
+    try:
+        now = digest_of_vocabulary(read_tokenizer(file)) if file else None
+    except DataError:
+        return False
+    return text.vocabulary_digest in (None, now)
 
 
 def save_model(job, flag, folder, config, parts, settings, beside=None, claimed=None):
