@@ -484,6 +484,25 @@ def test_a_site_file_of_another_system_or_an_older_course_is_one_sentence(tmp_pa
         assert site.read_bytes() == (ROOT / "slurm/site.env").read_bytes()
 
 
+def test_a_job_whose_logs_cannot_be_written_says_so_before_it_starts_ranks(tmp_path):
+    """On a full disk: torchrun would lose what the ranks say."""
+    text = (ROOT / "slurm/site.env").read_text()
+    (tmp_path / "site.env").write_text(f"{text}\nCOURSE_PYTHON={sys.executable}\n")
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node", "MASTER_ADDR": "node"}
+    for limit, said in ("unlimited", ""), ("0", f"{tmp_path}/build/jobs/1 cannot be written to (a"):
+        ended = subprocess.run(
+            ["bash", "-c", f"ulimit -f {limit}; . {ROOT}/slurm/prepare.sh"],
+            cwd=tmp_path,
+            env={**os.environ, **job, "COURSE_SITE": str(tmp_path / "site.env")},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            restore_signals=False,  # a write beyond the limit fails, and does not kill
+        )
+        assert (ended.returncode, ended.stderr.count("\n")) == ((2, 1) if said else (0, 0))
+        assert ended.stderr.startswith(said), ended.stderr
+
+
 @pytest.mark.parametrize(
     ("script", "advice"),
     [
