@@ -35,7 +35,7 @@ from extensions.checkpointing.checkpoint_folder import CheckpointError
 from extensions.inference import saved_model
 from extensions.pretraining import metrics
 from extensions.pretraining.token_files import load_tokens
-from extensions.pretraining.tokens import digest_of_vocabulary, read_tokenizer
+from extensions.pretraining.tokens import Corpus, read_tokenizer
 from extensions.real_models import saved_output
 from extensions.real_models.saved_folder import read_model
 from extensions.real_models.saved_settings import read_settings
@@ -258,7 +258,7 @@ def test_a_tokenizer_that_changes_during_the_training_is_not_saved_with_the_mode
     tmp_path, monkeypatch, capsys
 ):
     file = tokenizer_with(tmp_path / "tokenizer.json", ["?", "one", "two"])
-    text = SimpleNamespace(vocabulary_digest=digest_of_vocabulary(read_tokenizer(file)))
+    text = Corpus(None, None, read_tokenizer(file))
     saved = SimpleNamespace(config={}, settings=None)
     claimed = SimpleNamespace(release=lambda: None)
     arguments = SimpleNamespace(claimed=claimed, saved=saved, torch_dtype=torch.float64, text=text)

@@ -249,7 +249,8 @@ def test_a_folder_gives_its_texts_also_with_endings_in_capitals(make, tmp_path):
     (folder / "b.JSONL").write_text('{"text": "two"}\n')
     (folder / "c.md").write_text("left out\n\n")
     status, said, _ = make("--data", folder, "--hold-out", 2)
-    assert status == 0 and said.startswith("2 documents: 5 training, 5 held_out tokens")
+    found = f"not read in {folder}: 'c.md'\n2 documents: 5 training, 5 held_out tokens"
+    assert status == 0 and said.startswith(found)
 
 
 def test_json_lines_may_begin_with_the_mark_of_an_encoding(make, tmp_path):

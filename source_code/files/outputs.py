@@ -132,7 +132,7 @@ def can_be_written(path):
 
 
 def is_kept_for_its_owner(path):
-    """Return whether a file may not be replaced: another user's, in a folder such as /tmp."""
+    """Return whether a file may not be replaced: another user's, where all may make files."""
     folder = os.stat(os.path.dirname(path))
     owners = os.stat(path).st_uid, folder.st_uid, 0
     return os.name != "nt" and bool(folder.st_mode & stat.S_ISVTX) and os.geteuid() not in owners

@@ -61,6 +61,14 @@ class Corpus(Text):
         """See `digest_of_vocabulary`; None if the tokens are bytes."""
         return self.tokenizer and digest_of_vocabulary(self.tokenizer)
 
+    def is_made_with(self, tokenizer_file):
+        """Return whether a tokenizer.json still has the vocabulary of these tokens."""
+        try:
+            now = digest_of_vocabulary(read_tokenizer(tokenizer_file)) if tokenizer_file else None
+        except DataError:
+            return False
+        return self.vocabulary_digest in (None, now)
+
     def decode(self, tokens):
         if self.tokenizer is None:
             # A token above 255 is not a byte. UTF-8 never uses byte 255, so it is shown as U+FFFD.

@@ -11,7 +11,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from extensions.pretraining.tokens import digest_of_vocabulary, read_tokenizer
 from extensions.real_models.saved_folder import (
     INDEX,
     ONE_FILE,
@@ -26,7 +25,6 @@ from files.claims import LOCK, ClaimError, NewFolder
 from files.inputs import InputError, read_bytes
 from files.outputs import not_written, replace_file, to_json, write_whole
 from pipeline.collectives import gather, share
-from pipeline.data import DataError
 
 # Files beside the weights, copied unchanged from the folder of the starting weights.
 BESIDE = (
@@ -95,7 +93,7 @@ def save_trained(arguments, job, stages, flag, folder, beside):
     claimed = arguments.claimed  # None on other ranks
     saved, parts = arguments.saved, [stage.part for stage in stages.values()]
     config = config_in(saved.config, arguments.torch_dtype)
-    if claimed and beside and not has_tokenizer_of(arguments.text, beside):
+    if claimed and beside and not arguments.text.is_made_with(tokenizer_of(beside)):
         reason = f"the tokenizer in {beside} is not the one with which the training began"
         print(f"{flag} {folder} gets the model alone: {reason}", file=sys.stderr, flush=True)
         not_written.append(flag)
@@ -103,16 +101,6 @@ def save_trained(arguments, job, stages, flag, folder, beside):
     written = save_model(job, flag, folder, config, parts, saved.settings, beside, claimed)
     if claimed:
         (claimed.release if written else claimed.give_up)()
-
-
-def has_tokenizer_of(text, folder):
-    """Return whether the tokens of `text` are still those of the folder's tokenizer, if it has one."""
-    file = tokenizer_of(folder)
-    try:
-        now = digest_of_vocabulary(read_tokenizer(file)) if file else None
-    except DataError:
-        return False
-    return text.vocabulary_digest in (None, now)
 
 
 def save_model(job, flag, folder, config, parts, settings, beside=None, claimed=None):
