@@ -11,10 +11,12 @@ import plan as plan_script
 import pytest
 from further import first_of
 
+from extensions.pretraining.weight_count import count_weights
+from pipeline.model import ModelConfig
 from planning.candidates import all_plans, check_precision
 from planning.expected_error import expected_error
 from planning.forecast import forecast
-from planning.known_models import NAMED
+from planning.known_models import NAMED, find_model
 from planning.machine import Machine, read_machine
 from planning.narrow import WIDTH, command_lines
 from planning.plan_commands import start_of
@@ -111,6 +113,17 @@ def test_a_command_over_several_lines_is_the_same_command():
     assert len(lines) > 3 and max(map(len, lines)) <= WIDTH
     read = "\n".join(lines).replace("\\\n", "")  # as a shell does
     assert shlex.split(read) == shlex.split(command)
+
+
+# What one can do with a plan.
+
+
+def test_a_gated_model_without_inner_is_the_one_that_pretrain_llama_builds(capsys):
+    sizes = "layers=4,hidden=208,heads=4,kv_heads=2,vocabulary=300,gated=1,tied=0"
+    model = find_model(sizes, 128, 16)
+    assert model.parameters == count_weights(ModelConfig(4, 208, 4, 2, 128, 300))[0]
+    assert find_model(f"{sizes},inner=832", 128, 16).inner == 832
+    assert "--layers 4 --dim 208" in printed(f"{sizes} --gpus 2 --seq-len 128 --count 1", capsys)
 
 
 # FP8, and one machine on which nothing was compared.
