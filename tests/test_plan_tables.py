@@ -13,7 +13,7 @@ from further import first_of
 
 from extensions.pretraining.weight_count import count_weights
 from pipeline.model import ModelConfig
-from planning.candidates import all_plans, check_precision
+from planning.candidates import all_plans, check_precision, forecasts
 from planning.expected_error import expected_error
 from planning.forecast import forecast
 from planning.known_models import NAMED, find_model
@@ -124,6 +124,17 @@ def test_a_gated_model_without_inner_is_the_one_that_pretrain_llama_builds(capsy
     assert model.parameters == count_weights(ModelConfig(4, 208, 4, 2, 128, 300))[0]
     assert find_model(f"{sizes},inner=832", 128, 16).inner == 832
     assert "--layers 4 --dim 208" in printed(f"{sizes} --gpus 2 --seq-len 128 --count 1", capsys)
+
+
+def test_of_plans_that_take_the_same_time_the_leanest_is_first():
+    model, machine = find_model("1b", 2048, 512), read_machine("h100", 64)
+    plans = [Plan(replicas=64, microbatch=size) for size in (8, 2, 4)]
+    found = forecasts(model, machine, plans)
+    assert len({one.update for one in found}) == 1
+    assert [one.plan.microbatch for one in found] == [2, 4, 8]
+    assert forecasts(model, machine, plans, count=1)[0].plan.microbatch == 2
+    with mock.patch("planning.candidates.lower_bound", lambda *words: -words[2].microbatch):
+        assert forecasts(model, machine, plans)[0].plan.microbatch == 2  # played last
 
 
 # FP8, and one machine on which nothing was compared.
