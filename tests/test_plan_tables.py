@@ -233,6 +233,14 @@ def test_one_layer_and_one_micro_batch_are_singular(capsys):
     assert not any("even cut" in line for line in lines)  # the plan's cut is that
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_sharding_within_a_node_is_one_step_away_if_a_node_has_several_replicas(ranks):
+    machine = Machine(16)
+    found = forecast(MODEL, machine, Plan(ranks=ranks, replicas=16 // ranks))
+    lines = reason_lines(MODEL, machine, found)
+    assert any("sharding hybrid" in line for line in lines) == (ranks == 4)
+
+
 # FP8, and one machine on which nothing was compared.
 
 

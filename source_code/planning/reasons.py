@@ -89,7 +89,8 @@ def changes(model, machine, plan):
     steps["layers recomputed" if other == "full" else "nothing recomputed"] = replace(
         plan, recompute=other
     )
-    for sharding in ("none", "optimizer", "hybrid", "full"):
+    shared = ("hybrid",) if plan.replicas_in_node(machine) > 1 else ()  # by replicas in a node
+    for sharding in ("none", "optimizer", *shared, "full"):
         if plan.replicas > 1 and sharding != plan.sharding:
             steps[f"sharding {sharding}"] = sharded(plan, sharding)
     if plan.ranks > 1:
