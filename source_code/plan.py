@@ -9,14 +9,14 @@ schedule x micro-batch x cut x recomputation x sharding. The schedules are GPipe
 name, sizes such as layers=32,hidden=4096,vocabulary=32000, a config.json of transformers, the
 folder of a saved model, or a profile of layers that plan_partition.py --save wrote; --machine is a
 name or a JSON file. --this-machine measures this machine, in a minute or two, and --save keeps the
-result as such a file. Plans that no script of the course starts are ranked separately, as paper
+result as such a file. Plans that pretrain_llama.py cannot start are ranked separately, as paper
 only. --confirm trains a few steps by the best plans of a measured machine. Otherwise nothing is
 started.
 
     python source_code/plan.py pretrain_llama.py --gpus 8 --model 1b --recompute layer
 
 forecasts the one run that these flags of pretrain_llama.py describe: what each rank holds, and how
-long an update takes.
+long an update takes. The exit status is 1 if it does not fit.
 """
 
 import os
@@ -35,16 +35,23 @@ from planning.bound import lower_bound, memory_bound
 from planning.candidates import check_precision, plans_to_compare, search_plans
 from planning.known_models import SIZES_TEXT, find_model, names
 from planning.machine import SHORT, machine_from, machine_names, read_machine
-from planning.narrow import command_lines, lines_of
+from planning.narrow import command_lines, how_many, lines_of
 from planning.performed_runs import (
     measure_machine,
     perform_here,
     ranks_of_this_machine,
 )
-from planning.plan_commands import command_of, further_lines, own_text_is_enough
+from planning.plan_commands import (
+    command_of,
+    further_lines,
+    own_text_is_enough,
+    training_lines,
+)
+from planning.plan_memory import usable
 from planning.plan_tables import (
+    close_lines,
     error_lines,
-    not_told_apart,
+    nodes_of,
     performed_lines,
     published_lines,
     range_of,
@@ -55,7 +62,6 @@ from planning.profiled import ProfiledModel
 from planning.reasons import limit_of
 
 UNSURE = 0.3  # relative error of a fit above which the measurement was disturbed
-USABLE = 0.9  # of this machine's memory; the rest is for its other programs
 MACHINE = "dgx-a100-80gb"  # unless another is named
 MOST_GPUS = 1_000_000  # ten times those of the largest training so far
 MOST_LAYERS = 1_000_000  # of pretrain_llama.py, which are cut in seconds
@@ -175,7 +181,10 @@ def parse_arguments():
 
 
 def plan_program(words):
-    """Print the plan of the run that these flags of pretrain_llama.py describe. Returns 0."""
+    """Print the plan of the run that these flags of pretrain_llama.py describe.
+
+    Returns 1 if it does not fit into the memory of a GPU, otherwise 0.
+    """
     import pretrain_llama  # imported late, because it imports all training code
 
     from extensions.pretraining.training_flags import check_training_flags
@@ -194,8 +203,7 @@ def plan_program(words):
     arguments.shuffle = False  # without a text there are no rows to count
     schedule = pretrain_llama.complete_flags(parser, arguments, read_data=lambda _: None)
     check_training_flags(arguments, schedule)
-    print_program_plan(arguments, schedule, arguments.machine)
-    return 0
+    return int(not print_program_plan(arguments, schedule, arguments.machine))
 
 
 def machine_of(arguments):
@@ -234,28 +242,18 @@ def machine_of(arguments):
     return machine
 
 
-def usable(machine, gigabytes=None):
-    """Bytes that a plan may need of a GPU: the given gigabytes, or those it is sold with.
-
-    A GPU with "80 GB" has more: torch reports 79.15 GiB of an A100 and 79.10 GiB of an H100, which
-    are 85 GB. The rest is left to CUDA, NCCL and the gaps of the allocator.
-    """
-    if gigabytes:
-        return gigabytes * 1e9
-    return USABLE * machine.memory if machine.measured else machine.memory
-
-
 def in_words(arguments, model, machine, ours, others):
     """Return the text that is printed without --json."""
     best = [*ours.best, *others.best]
-    name, inside = arguments.machine or MACHINE, machine.gpus_per_node
-    devices = f"rank{'s' * (machine.gpus > 1)}"
+    devices = how_many(machine.gpus, "rank")
     if not machine.measured:
-        devices = f"GPU{'s' * (machine.gpus > 1)} of {name} with {inside} per node"
+        name = arguments.machine or MACHINE
+        devices = f"{how_many(machine.gpus, 'GPU')} of {name}{nodes_of(machine)}"
+    compared = ours.compared + others.compared
     lines = lines_of(
-        f"{in_billions(model.parameters)} weights on {machine.gpus} {devices}, "
-        f"{model.batch} sequences of {model.length} tokens per update, "
-        f"{machine.memory / 1e9:.0f} GB usable; {ours.compared + others.compared:,} plans compared"
+        f"{in_billions(model.parameters)} weights on {devices}, "
+        f"{how_many(model.batch, 'sequence')} of {how_many(model.length, 'token')} per update, "
+        f"{machine.memory / 1e9:.0f} GB usable; {compared:,} plan{'s' * (compared != 1)} compared"
     )
     lines += lines_of(LAYOUT)
     if ours.best:
@@ -264,16 +262,13 @@ def in_words(arguments, model, machine, ours, others):
         lines += command_lines(command_of(arguments.model, model, machine, ours.best[0].plan))
         if not own_text_is_enough(model):
             lines.append("FILE is a text of yours; the course's own is too short for this length.")
+        lines += training_lines(machine, ours.best[0].plan)
     if others.best:
-        lines += ["", "Paper only, no script of the course starts these plans:"]
+        lines += ["", "Paper only, these plans cannot be started with pretrain_llama.py:"]
         lines += table_lines(model, machine, others.best, 1 + len(ours.best), arguments.wide)
     lines += further_lines(arguments.model, model, machine)
     lines += ["", *error_lines(machine, best)]
-    close = not_told_apart(machine, best)
-    if len(close) > 1:
-        in_a_row = len(close) > 2 and close == list(range(close[0], close[-1] + 1))
-        numbers = f"{close[0]} to {close[-1]}" if in_a_row else ", ".join(map(str, close))
-        lines += lines_of(f"Plans {numbers} cannot be told apart by a forecast.")
+    lines += close_lines(machine, ours.best, others.best)
     if not (ours.proven and others.proven):
         lines.append("Not proven: a plan that was not played could be faster.")
     if machine.error > UNSURE:

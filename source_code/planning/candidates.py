@@ -190,11 +190,13 @@ def pipelines_over_nodes(model, machine, schedules, base=None, chunk_counts=(2, 
 def forecasts(model, machine, plans, count=None):
     """The Forecasts of those `plans` that fit into memory and whose schedule exists, fastest first.
 
-    With `count` only the `count` fastest are returned, and a plan is simulated only if its bound is
-    below the `count`th fastest forecast so far.
+    Of those that take the same time, the one with the fewest bytes is first. With `count` only the
+    `count` fastest are returned, and a plan is simulated only if its bound is below the `count`th
+    fastest forecast so far.
     """
     fit = [plan for plan in plans if memory_bound(model, machine, plan) <= machine.memory]
     found = []
+    fit.sort(key=lambda one: memory_bound(model, machine, one))  # the leanest of equals is played
     for plan in sorted(fit, key=lambda one: lower_bound(model, machine, one)):
         if count and len(found) >= count:
             if lower_bound(model, machine, plan) >= sorted(one.update for one in found)[count - 1]:
@@ -203,4 +205,4 @@ def forecasts(model, machine, plans, count=None):
             found.append(forecast(model, machine, plan))
         except ScheduleError:  # such as interleaved 1F1B if m is not a multiple of p
             continue
-    return sorted(found, key=lambda one: one.update)[:count]
+    return sorted(found, key=lambda one: (one.update, one.memory))[:count]

@@ -39,9 +39,12 @@ def qwen2(*sizes, tied=False):
     return replace(model, layer_rest=2 * model.hidden + biases)
 
 
+def inner_of_the_course(hidden):
+    return 16 * math.ceil(8 * hidden / 3 / 16)
+
+
 def of_the_course(layers, hidden, heads, kv_heads, vocabulary):
-    inner = 16 * math.ceil(8 * hidden / 3 / 16)
-    return llama(layers, hidden, heads, kv_heads, inner, vocabulary)
+    return llama(layers, hidden, heads, kv_heads, inner_of_the_course(hidden), vocabulary)
 
 
 @lru_cache(maxsize=100)
@@ -122,7 +125,10 @@ def names():
 
 
 def from_sizes(text):
-    """The Model of sizes such as layers=32,hidden=4096,vocabulary=32000. Raises InputError."""
+    """The Model of sizes such as layers=32,hidden=4096,vocabulary=32000. Raises InputError.
+
+    A gated part without `inner` is as wide as that of pretrain_llama.py.
+    """
     sizes = {}
     for part in text.split(","):
         key, _, value = part.strip().partition("=")
@@ -137,7 +143,10 @@ def from_sizes(text):
         if key in sizes:
             raise InputError(f"{text[:MOST_LETTERS]} gives {key} twice; give it once")
         sizes[key] = int(value)
-    return checked(sizes, text)
+    model = checked(sizes, text)
+    if model.gated and not model.inner:
+        return replace(model, inner=inner_of_the_course(model.hidden))
+    return model
 
 
 def from_config(config, path):

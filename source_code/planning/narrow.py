@@ -8,6 +8,12 @@ WIDTH = 80
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
+def how_many(count, what):
+    """A number of things, as in "1 layer" or "2 batches"."""
+    ending = "es" if what.endswith("ch") else "s"
+    return f"{count} {what}{ending * (count != 1)}"
+
+
 def lines_of(text, indent=""):
     """The lines of a paragraph; those after the first begin with `indent`."""
     return textwrap.wrap(

@@ -14,11 +14,13 @@ from planning.candidates import all_plans, divisors, search_plans
 from planning.known_models import NAMED, is_of_the_course
 from planning.narrow import command_lines, lines_of
 from planning.plan_memory import TIGHT
+from planning.plan_tables import range_of
 
 OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
 SAVED_BY_NAME = ("llama-", "qwen2.5-")  # models that convert.py reads, once their files are here
 BYTES = 256  # a larger vocabulary needs a tokenizer
 CONVERTED = "--checkpoints", "NEW_FOLDER"
+STEPS, RATE, MINUTES = 100, 0.003, 30  # of pretrain_llama.py and of train.sbatch unless given
 LONGEST_TOKENS = 6  # bytes per token of a tokenizer that was trained on the course's text
 
 
@@ -41,6 +43,18 @@ def start_of(machine, plan):
     each = max(count for count in divisors(plan.gpus) if count <= most)
     nodes = plan.gpus // each
     return f"sbatch --nodes={nodes} --gres=gpu:{each} slurm/train.sbatch pretrain_llama.py"
+
+
+def training_lines(machine, plan):
+    """Lines that say how much the command of a plan trains, and what to add for more."""
+    limit, more = "", "add --steps (--checkpoints keeps the weights)"
+    if start_of(machine, plan).startswith("sbatch"):
+        limit = f", in at most {MINUTES} minutes"
+        more = "use slurm/checkpointed.sbatch with --steps, and sbatch's --time"
+    return lines_of(
+        f"This trains {STEPS} steps{limit}, with a learning rate of up to {RATE}. For more, "
+        f"{more}; a large model also needs a smaller --learning-rate."
+    )
 
 
 def has_flags(plan):
@@ -85,15 +99,17 @@ def lines_with_files(name, model, machine):
         return lines_of(f"Nothing that pretrain_llama.py can start with a saved {name} fits.")
     flags = flags_of(model, machine, best[0].plan, [*CONVERTED, *sizes_of(model)])
     start = " ".join([start_of(machine, best[0].plan), *flags, "--data", "FILE"])
+    least, most = range_of(machine, best[0])
     tight = " Its memory is tight." if best[0].memory > TIGHT * machine.memory else ""
     return [
         *lines_of(
             f"With a saved {name} in FOLDER and a text in FILE, the fastest plan for a script of "
-            f"the course takes {best[0].update:.3g} s per update.{tight} Convert the model once, "
-            "then train:"
+            f"the course takes {best[0].update:.3g} s per update (expect {least:.3g} to {most:.3g}"
+            f" s) and {best[0].memory / 1e9:.1f} GB.{tight} Convert the model once, then train:"
         ),
         *command_lines(convert_command("FOLDER")),
         *command_lines(start),
+        *training_lines(machine, best[0].plan),
     ]
 
 

@@ -25,11 +25,23 @@ from planning.transformer import (
 )
 
 TIGHT = 0.9  # of the memory; one in eighteen of the published runs needs more than that
+USABLE = 0.9  # of a measured machine's memory; the rest is for its other programs
 STATE_BYTES = 12  # per 16-bit weight: 32-bit copy, mean, mean of squares; a wider one has no copy
 # Schedules whose backwards have two halves.
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
 FLUSHED = ("gpipe", "looped-bfs")  # all forwards run first, so all losses are held
 ROUNDS = 4  # rounds of p micro-batches, after which no other schedule holds more
+
+
+def usable(machine, gigabytes=None):
+    """Bytes that a plan may need of a GPU: the given gigabytes, or those it is sold with.
+
+    A GPU with "80 GB" has more: torch reports 79.15 GiB of an A100 and 79.10 GiB of an H100, which
+    are 85 GB. The rest is left to CUDA, NCCL and the gaps of the allocator.
+    """
+    if gigabytes:
+        return gigabytes * 1e9
+    return USABLE * machine.memory if machine.measured else machine.memory
 
 
 def weights_of(model, plan, stages):

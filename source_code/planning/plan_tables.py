@@ -14,10 +14,10 @@ from planning.expected_error import (
     weighted_mean,
 )
 from planning.forecast import stage_costs
-from planning.narrow import WIDTH, columns, lines_of
+from planning.narrow import WIDTH, columns, how_many, lines_of
 from planning.plan_memory import TIGHT
 from planning.published import DEEPSPEED, error_of, published_runs
-from planning.reasons import changes, limit_of, parts_of, rank_work
+from planning.reasons import changes, limit_in_words, parts_of, rank_work
 
 BIASED = 0.06  # difference of mean errors above which two kinds of plans do not rank fairly
 KEPT = ("", "layout", "seconds", "GB")  # columns of every table
@@ -77,7 +77,7 @@ def cells_of(model, machine, one):
         "GB": f"{one.memory / 1e9:.1f}",
         "idle": f"{one.idle:.1%}",
         "to expect": "" if machine.measured else f"{least:.3g} to {most:.3g} s",
-        "limit": limit_of(model, machine, one),
+        "limit": limit_in_words(model, machine, one),
         "remark": remark(plan, tight=one.memory > TIGHT * machine.memory),
     }
 
@@ -135,7 +135,46 @@ def error_lines(machine, found):
         )
     if len(kinds) > 1 and not all(error.rows for error in kinds.values()):
         lines.append("How these kinds rank against each other on this GPU was never tested.")
+    for text in short_words(machine, min(one.update for one in found)):
+        lines += lines_of(text)
     return lines
+
+
+def short_words(machine, seconds):
+    """A list with a sentence about an update that is shorter than every published one, or none."""
+    shortest = min(run.seconds for run in published_runs())
+    if machine.measured or seconds >= shortest:
+        return []
+    return [
+        f"No update of a published run took less than {shortest:.1g} s. The time of starting "
+        "kernels is not in the forecast; in short updates it can be most of the time."
+    ]
+
+
+def nodes_of(machine):
+    """The nodes of a machine and the cards between them, in words; "" if it was measured."""
+    if machine.measured:
+        return ""
+    cards, speed = machine.between.number, machine.between.bandwidth / 1e9
+    between = f" and {cards} x {speed:g} GB/s between nodes"
+    crossed = machine.gpus > machine.gpus_per_node
+    return f" with {machine.gpus_per_node} per node{between * crossed}"
+
+
+def close_lines(machine, ours, others):
+    """Lines with the plans that may be as fast as the fastest of all, and of `ours`.
+
+    Only `ours` can be started.
+    """
+    close, said = not_told_apart(machine, [*ours, *others]), []
+    for numbers in (close, not_told_apart(machine, ours)):
+        if len(numbers) < 2 or (said and set(numbers) <= set(close)):
+            continue
+        in_a_row = len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1))
+        plans = f"{numbers[0]} to {numbers[-1]}" if in_a_row else ", ".join(map(str, numbers))
+        whole = f"Plans {plans} cannot be told apart by a forecast."
+        said += lines_of(f"Nor can plans {plans}." if said else whole)
+    return said
 
 
 def not_told_apart(machine, found):
@@ -158,10 +197,10 @@ def reason_lines(model, machine, found):
         layers = plan.layers_of(model)
         work = rank_work(model, plan, stage_costs(model, machine, plan))
         heaviest = work.index(max(work))
-        own = sum(layers[stage] for stage in plan.stages_of(heaviest))
+        own = how_many(sum(layers[stage] for stage in plan.stages_of(heaviest)), "layer")
         head = " and the head" if plan.stages - 1 in plan.stages_of(heaviest) else ""
         lines += lines_of(f"  layers of the stages: {', '.join(map(str, layers))}", "  ")
-        lines.append(f"  the heaviest rank is {heaviest}, with {own} layers{head}")
+        lines.append(f"  the heaviest rank is {heaviest}, with {own}{head}")
     lines.append("  one step away:")
     for what, other, needed in changes(model, machine, plan):
         fits = "" if needed <= machine.memory else "  does not fit"

@@ -14,8 +14,10 @@ from planning.counted_memory import predict_memory
 from planning.expected_error import expected_error
 from planning.forecast import forecast
 from planning.machine import Machine, read_machine
-from planning.narrow import lines_of
-from planning.reasons import limit_of
+from planning.narrow import how_many, lines_of
+from planning.plan_memory import usable
+from planning.plan_tables import nodes_of, short_words
+from planning.reasons import limit_in_words
 from planning.training_plan import Plan
 from planning.transformer import Model
 
@@ -23,7 +25,7 @@ AGAIN = {"none": "none", "selective": "selective", "layer": "full", "stage": "fu
 
 
 def print_program_plan(arguments, schedule, machine=None):
-    """Print what each rank would hold and how long an update would take.
+    """Print what each rank would hold and how long an update would take. Returns whether it fits.
 
     `arguments` are the completed flags, with `num_ranks`; `schedule` is that of all replicas, and
     `machine` a name or a JSON file of a machine, by default a DGX A100.
@@ -34,14 +36,20 @@ def print_program_plan(arguments, schedule, machine=None):
         )
     read = machine_of(arguments.num_ranks, machine)
     memory = predicted_memory(arguments, schedule)
-    sizes = f"{arguments.layers} layers of width {arguments.dim}"
+    sizes = f"{how_many(arguments.layers, 'layer')} of width {arguments.dim}"
     print(f"{sizes}, {count_weights(arguments.config)[0]:,} weights, {schedule.name}")
     print(memory_table({"predicted": memory[: arguments.num_ranks // arguments.replicas]}))
     if arguments.replicas > 1:
         print(f"each of the {arguments.replicas} replicas holds the same")
     most = max(range(len(memory)), key=lambda rank: memory[rank].total)
-    print(f"the most on rank {most}: {memory[most].total / 2**30:.2f} GiB, and what torch needs")
-    print_seconds(arguments, schedule, read, machine or "a DGX A100")
+    needed, name, room = memory[most].total, machine or "a DGX A100", usable(read)
+    gigabytes = f"{needed / 1e9:.1f} GB"
+    print(f"the most on rank {most}: {needed / 2**30:.2f} GiB ({gigabytes}), and what torch needs")
+    print_seconds(arguments, schedule, read, name)
+    if needed > room:
+        said = f"does not fit: {gigabytes}, and a GPU of {name} has {room / 1e9:.1f}"
+        print("\n".join(lines_of(said)))
+    return needed <= room
 
 
 def predicted_memory(arguments, schedule):
@@ -66,16 +74,16 @@ def print_seconds(arguments, schedule, machine, name):
     seconds = arguments.accumulate * work + found.reduction + found.optimizer
     whole = replace(model, batch=arguments.batch_size)
     rate = whole.model_flops / plan.gpus / seconds
-    inside = "" if machine.measured else f" with {machine.gpus_per_node} per node"
     said = (
-        f"{arguments.batch_size} sequences of {model.length} tokens per update, "
-        f"{arguments.microbatches} micro-batches of {plan.microbatch}, {arguments.dtype}, "
-        f"cut {','.join(map(str, plan.cut))}",
-        f"on {plan.gpus} GPUs of {name}{inside}: {seconds:.3g} s per update "
+        f"{how_many(arguments.batch_size, 'sequence')} of {how_many(model.length, 'token')} per "
+        f"update, {how_many(arguments.microbatches, 'micro-batch')} of {plan.microbatch}, "
+        f"{arguments.dtype}, cut {','.join(map(str, plan.cut))}",
+        f"on {how_many(plan.gpus, 'GPU')} of {name}{nodes_of(machine)}: {seconds:.3g} s per update "
         f"({expected_error(machine, plan).text}),",
         f"{whole.batch * whole.length / seconds:,.0f} tokens per second, "
         f"MFU {rate / machine.peak:.1%}, idle {found.idle:.1%}, "
-        f"limited by {limit_of(model, machine, found)}",
+        f"limited by {limit_in_words(model, machine, found)}",
+        *short_words(machine, seconds),
     )
     print("\n".join(line for text in said for line in lines_of(text)))
     if machine.bytes_per_value != arguments.torch_dtype.itemsize:

@@ -50,9 +50,19 @@ def within_layers(plan):
     return "messages within layers" if plan.tensor > 1 else "gathers of sharded weights"
 
 
-def limit_of(model, machine, found):
-    """The largest part of the update except work, in a few words; "work" if all are below 1%."""
+def limit_in_words(model, machine, found):
+    """The limit with its share of the update, and before it the work where that is more."""
     parts = parts_of(model, machine, found)
+    limit, work = limit_of(model, machine, found, parts), parts.pop("work")
+    if limit.startswith("work"):
+        return limit
+    most = max(parts.values())
+    return f"{'work, then ' * (work > most)}{limit} ({most / found.update:.0%})"
+
+
+def limit_of(model, machine, found, parts=None):
+    """The largest part of the update except work, in a few words; "work" if all are below 1%."""
+    parts = dict(parts or parts_of(model, machine, found))
     del parts["work"]
     largest = max(parts, key=parts.get)
     if parts[largest] < 0.01 * found.update:
@@ -79,7 +89,8 @@ def changes(model, machine, plan):
     steps["layers recomputed" if other == "full" else "nothing recomputed"] = replace(
         plan, recompute=other
     )
-    for sharding in ("none", "optimizer", "hybrid", "full"):
+    shared = ("hybrid",) if plan.replicas_in_node(machine) > 1 else ()  # by replicas in a node
+    for sharding in ("none", "optimizer", *shared, "full"):
         if plan.replicas > 1 and sharding != plan.sharding:
             steps[f"sharding {sharding}"] = sharded(plan, sharding)
     if plan.ranks > 1:
@@ -88,8 +99,9 @@ def changes(model, machine, plan):
                 cut = balanced_cut(model, chunks * plan.ranks) if plan.cut else ()
                 shape = {"schedule": name, "chunks": chunks, "cut": cut}
                 steps[f"schedule {name}"] = replace(plan, **shape)
-        if plan.cut:
-            steps["an even cut"] = replace(plan, cut=())
+        even = replace(plan, cut=())
+        if even.layers_of(model) != plan.layers_of(model):
+            steps["an even cut"] = even
     for what, changed in steps.items():
         try:
             yield what, forecast(model, machine, changed), memory_bound(model, machine, changed)
