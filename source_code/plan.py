@@ -44,6 +44,7 @@ from planning.performed_runs import (
 from planning.plan_commands import (
     command_of,
     further_lines,
+    is_saved,
     own_text_is_enough,
     training_lines,
 )
@@ -259,10 +260,12 @@ def in_words(arguments, model, machine, ours, others):
     if ours.best:
         lines += ["", "What a script of the course starts, the fastest first:"]
         lines += table_lines(model, machine, ours.best, wide=arguments.wide)
-        lines += command_lines(command_of(arguments.model, model, machine, ours.best[0].plan))
-        if not own_text_is_enough(model):
-            lines.append("FILE is a text of yours; the course's own is too short for this length.")
-        lines += training_lines(machine, ours.best[0].plan)
+        command = command_of(arguments.model, model, machine, ours.best[0].plan)
+        lines += command_lines(command)
+        why = "" if own_text_is_enough(model) else "; the course's own is too short for this length"
+        if " FILE" in command:
+            lines.append(f"FILE is a text of yours{why}.")
+        lines += training_lines(machine, ours.best[0].plan, is_saved(arguments.model))
     if others.best:
         lines += ["", "Paper only, these plans cannot be started with pretrain_llama.py:"]
         lines += table_lines(model, machine, others.best, 1 + len(ours.best), arguments.wide)

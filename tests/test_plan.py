@@ -514,7 +514,9 @@ def test_a_named_model_s_flags_start_with_its_files(capsys):
     text = text.replace("\\\n", "")  # as a shell reads it
     words = shlex.split(re.search(r"pretrain_llama\.py .*$", text, re.M)[0])
     assert status == 0 and words[1:3] == ["--checkpoints", "NEW_FOLDER"]
-    assert words[-2:] == ["--data", "FILE"]
+    assert words[-4:] == ["--data", "TOKENS", "--learning-rate", "1e-5"]
+    tokens = "prepare_data.py --data FILE --tokenizer FOLDER/tokenizer.json --out TOKENS"
+    assert tokens in " ".join(text.split())
     known = {word for word in words if word.startswith("--")}
     parser = pretrain_llama.program_parser()
     assert known <= set(parser._option_string_actions)

@@ -154,7 +154,7 @@ def test_below_a_command_is_how_much_it_trains_and_what_to_add(capsys):
     said = " ".join(printed("1m --gpus 16 --seq-len 128 --count 1", capsys).split())
     assert f"{STEPS} steps, in at most {MINUTES} minutes" in said and "checkpointed.sbatch" in said
     said = " ".join(printed("llama-3-8b --gpus 8 --seq-len 512 --count 1", capsys).split())
-    assert f"trains {STEPS} steps, with" in said and ".sbatch" not in said
+    assert f"1e-5 This trains {STEPS} steps. For more" in said and ".sbatch" not in said
     # The only plan that can be started with a saved model has a range and a size, too.
     assert re.search(
         r" takes [\d.]+ s per update \(expect [\d.]+ to [\d.]+ s\) and [\d.]+ GB", said

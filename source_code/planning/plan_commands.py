@@ -21,6 +21,7 @@ SAVED_BY_NAME = ("llama-", "qwen2.5-")  # models that convert.py reads, once the
 BYTES = 256  # a larger vocabulary needs a tokenizer
 CONVERTED = "--checkpoints", "NEW_FOLDER"
 STEPS, RATE, MINUTES = 100, 0.003, 30  # of pretrain_llama.py and of train.sbatch unless given
+RATE_OF_SAVED = "1e-5"  # of finetune.py
 LONGEST_TOKENS = 6  # bytes per token of a tokenizer that was trained on the course's text
 
 
@@ -29,10 +30,34 @@ def command_of(name, model, machine, plan):
     flags = course_flags(name, model)
     if flags is None or not has_flags(plan):
         return None
-    first = f"{convert_command(name)} && " if name and Path(name).is_dir() else ""
     text = [] if own_text_is_enough(model) else ["--data", "FILE"]
+    saved = is_saved(name)
+    first = preparing(name, model) if saved else []
+    if saved:
+        text = text_of_saved(model)
     words = [start_of(machine, plan), *flags_of(model, machine, plan, flags), *text]
-    return first + " ".join(words)
+    return " && ".join([*first, " ".join(words)])
+
+
+def is_saved(name):
+    """Whether a model's name is the folder of a saved one, whose training goes on."""
+    return bool(name) and Path(name).is_dir()
+
+
+def preparing(folder, model):
+    """The commands that make a checkpoint of a saved model, and its tokens of a text in FILE."""
+    convert = f"python source_code/convert.py --from-hf {quote(folder)} {' '.join(CONVERTED)}"
+    if model.vocabulary <= BYTES:
+        return [convert]
+    tokenizer = quote(f"{folder}/tokenizer.json")
+    tokens = f"prepare_data.py --data FILE --tokenizer {tokenizer} --out TOKENS"
+    return [convert, f"python source_code/{tokens}"]
+
+
+def text_of_saved(model):
+    """The flags of a training that goes on with a saved model."""
+    data = "FILE" if model.vocabulary <= BYTES else "TOKENS"
+    return ["--data", data, "--learning-rate", RATE_OF_SAVED]
 
 
 def start_of(machine, plan):
@@ -45,16 +70,17 @@ def start_of(machine, plan):
     return f"sbatch --nodes={nodes} --gres=gpu:{each} slurm/train.sbatch pretrain_llama.py"
 
 
-def training_lines(machine, plan):
+def training_lines(machine, plan, saved=False):
     """Lines that say how much the command of a plan trains, and what to add for more."""
+    rate = f", with a learning rate of up to {RATE}"
+    smaller = "; a large model also needs a smaller --learning-rate"
+    if saved:  # the command has one
+        rate = smaller = ""
     limit, more = "", "add --steps (--checkpoints keeps the weights)"
     if start_of(machine, plan).startswith("sbatch"):
         limit = f", in at most {MINUTES} minutes"
         more = "use slurm/checkpointed.sbatch with --steps, and sbatch's --time"
-    return lines_of(
-        f"This trains {STEPS} steps{limit}, with a learning rate of up to {RATE}. For more, "
-        f"{more}; a large model also needs a smaller --learning-rate."
-    )
+    return lines_of(f"This trains {STEPS} steps{limit}{rate}. For more, {more}{smaller}.")
 
 
 def has_flags(plan):
@@ -98,24 +124,20 @@ def lines_with_files(name, model, machine):
     if not best:
         return lines_of(f"Nothing that pretrain_llama.py can start with a saved {name} fits.")
     flags = flags_of(model, machine, best[0].plan, [*CONVERTED, *sizes_of(model)])
-    start = " ".join([start_of(machine, best[0].plan), *flags, "--data", "FILE"])
+    start = " ".join([start_of(machine, best[0].plan), *flags, *text_of_saved(model)])
     least, most = range_of(machine, best[0])
     tight = " Its memory is tight." if best[0].memory > TIGHT * machine.memory else ""
     return [
         *lines_of(
             f"With a saved {name} in FOLDER and a text in FILE, the fastest plan for a script of "
             f"the course takes {best[0].update:.3g} s per update (expect {least:.3g} to {most:.3g}"
-            f" s) and {best[0].memory / 1e9:.1f} GB.{tight} Convert the model once, then train:"
+            f" s) and {best[0].memory / 1e9:.1f} GB.{tight} Convert the model and the text once, "
+            "then train:"
         ),
-        *command_lines(convert_command("FOLDER")),
+        *(line for command in preparing("FOLDER", model) for line in command_lines(command)),
         *command_lines(start),
-        *training_lines(machine, best[0].plan),
+        *training_lines(machine, best[0].plan, saved=True),
     ]
-
-
-def convert_command(folder):
-    """The command whose checkpoint pretrain_llama.py continues."""
-    return f"python source_code/convert.py --from-hf {quote(folder)} {' '.join(CONVERTED)}"
 
 
 def why_not_saved(folder, model):
