@@ -100,7 +100,8 @@ def main():
         held=(masters.values(), training.optimizer),
     )
     evaluate(arguments, forward_only, metrics, training.step)
-    show_sample(arguments, forward_only, training.step)
+    if training.step < arguments.steps:  # else the sample at the end is the same one
+        show_sample(arguments, forward_only, training.step)
     ending = None  # why the training ends before its last step
     for step in range(training.step, arguments.steps):
         metrics.start_step()
