@@ -55,13 +55,13 @@ README = """\
 {what}
 
     python -m pip install -r requirements.txt
-    torchrun --standalone --nproc-per-node 4 {script} --verify
-    sbatch job.sbatch {script} --verify
+    torchrun --standalone --nproc-per-node {ranks} {script} {flags}--verify
+    sbatch {options}job.sbatch {script} {flags}--verify
 
 To train your own model with your own data, change {model} and
 {data}. Read their docstrings first.
 
-Its files:
+Begin with {script}. Its files, by folder, each after those that it imports:
 
 {files}
 
@@ -69,8 +69,10 @@ The code comes from the course "Pipeline parallelism: predict, perform, compare"
 under the Apache License 2.0 (LICENSE). Say here what you have changed. The text
 pipeline/field_guide.txt is under CC BY 4.0 (https://creativecommons.org/licenses/by/4.0/).
 """
-
-
+START = {  # the ranks of a script, its flags before --verify, and sbatch's options for so many ranks
+    "finetune.py": (4, "--model DIR --data FILE ", ""),
+    "torch_pipelining_mlp.py": (3, "", "--nodes=1 --ntasks-per-node=3 "),
+}
 # What is changed for another model or other data: the first of these names that the copy defines.
 MODEL = "build_model_part", "build_network", "build_own_stage", "ModelPart"
 DATA = "read_corpus", "batch_of", "Text"
@@ -102,7 +104,7 @@ def main():
             without += GUARD
         modules = modules_of(script, without)
         if destination.suffix != ".py":
-            modules = [*preparation_for(modules, without), *modules]
+            modules = with_preparation(modules, without)
         if arguments.schedules is not None:
             kept = [name.strip() for name in arguments.schedules.split(",")]
             modules = keep_schedules(modules, kept, arguments.with_lab)
@@ -254,12 +256,14 @@ def modules_of(script, without):
     return sorted(modules.values(), key=lambda module: places.index(module.path.parts[0]))
 
 
-def preparation_for(modules, without):
-    """Return what a script needs besides its imports: prepare_data.py, if it reads its tokens."""
-    paths = {module.path for module in modules}
+def with_preparation(modules, without):
+    """Return the modules and, if they read its tokens, prepare_data.py with its imports."""
+    paths = {one.path for one in modules}
     if TOKEN_FILES not in paths:
-        return []
-    return [one for one in modules_of(PREPARATION, without) if one.path not in paths]
+        return modules
+    more = [one for one in modules_of(PREPARATION, without) if one.path not in paths]
+    places = [*PACKAGES, PREPARATION.name, modules[-1].path.name]
+    return sorted([*modules, *more], key=lambda one: places.index(one.path.parts[0]))
 
 
 def keep_schedules(modules, names, with_lab):
@@ -320,14 +324,13 @@ def folder(destination, modules):
     """{path: text} of a copy in the layout of source_code."""
     files = {module.path: module.text_without(module.left_out) for module in modules}
     files[TEXT], files["job.sbatch"] = read(SOURCE_CODE / TEXT), read(JOB_SCRIPT)
-    script, docstring = modules[-1].path, ast.get_docstring(ast.parse(modules[-1].text))
     files["LICENSE"] = read(ROOT / "LICENSE")
-    said = {module.path: ast.get_docstring(ast.parse(module.text)) for module in modules}
-    listed = [
-        f"- `{path}`: {what.splitlines()[0]}" for path, what in said.items() if path.parts[1:]
-    ]
-    words = {"what": docstring.splitlines()[0], "files": "\n".join(listed)}
+    script, trees = modules[-1].path, {m.path: ast.parse(m.text) for m in modules}
+    said = {path: ast.get_docstring(tree).splitlines()[0] for path, tree in trees.items()}
+    listed = [f"- `{path}`: {what}" for path, what in said.items() if path != script]
+    words = {"what": said[script], "files": "\n".join(listed)}
     words |= {"model": place_of(MODEL, modules), "data": place_of(DATA, modules)}
+    words |= zip(("ranks", "flags", "options"), START.get(script.name, (4, "", "")))
     files["README.md"] = README.format(script=script, **words)
     needed = {package_of(node) for module in modules for node in module.imports}
     needed.add("numpy")  # torch needs it to send Python objects

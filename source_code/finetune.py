@@ -110,7 +110,7 @@ def read_flags():
 
 
 def read_corpus(arguments):
-    """Return the Corpus to learn, in the tokens of the saved model."""
+    """Return the Corpus to learn, in the saved model's tokens; its docstring is on data of your own."""
     a, tokenizer = arguments, tokenizer_of(arguments.model_folder)
     if is_token_folder(a.data):
         return load_tokens(a.data, a.vocabulary, a.seq_len, a.packed, tokenizer)
@@ -131,7 +131,7 @@ def pass_of(arguments, batch):
 
 
 def build_model_part(arguments, first, last, device):
-    """Layers `first` to `last` - 1 of the saved model, as they are updated."""
+    """Layers `first` to `last` - 1 as they are updated; for --verify, see `build_whole` as well."""
     dtype = torch.float32 if arguments.dtype == "bfloat16" else arguments.torch_dtype
     return arguments.saved.build_part(first, last, dtype, device)
 

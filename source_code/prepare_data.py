@@ -50,8 +50,9 @@ def main():
     except (DataError, ClaimError) as error:
         raise SystemExit(str(error)) from None
     except InputError as error:
-        flag = "--dataset" if arguments.dataset else "--data"
-        raise SystemExit(f"{flag}: {error}; mend that, or leave it out") from None
+        if arguments.dataset:
+            raise SystemExit(f"--dataset: {error}; name another one") from None
+        raise SystemExit(f"--data: {error}; mend that, or leave it out of --data") from None
     except OSError as error:
         raise SystemExit(
             f"--out {arguments.out} cannot be written ({error.strerror}); nothing else was changed: "
@@ -253,7 +254,10 @@ def documents_of_lines(path, field):
         row = parse_json(as_text(line, path), f"{path}, line {number}")
         document = row.get(field) if isinstance(row, dict) else None
         if not isinstance(document, str):
-            raise InputError(f"{path}, line {number} has no text under --field {field}")
+            raise DataError(
+                f"--data: {path}, line {number} has no text under --field {field}; name the key of the "
+                "texts, such as --field body, or mend the line"
+            )
         check_unicode(document, f"{path}, line {number} has")
         if document.strip():
             yield document
@@ -275,8 +279,8 @@ def documents_of_text(path):
         if line.strip():
             lines.append(line)
             if is_start and len(lines) <= 3 and begins_json(b"".join(lines)):  # "[", "{", a name
-                raise InputError(
-                    f"{path} has JSON; write a line per document, into a file that ends in .jsonl"
+                raise DataError(
+                    f"--data: {path} has JSON; write a line per document, into a file that ends in .jsonl"
                 )
             length += len(line)
             if length > LARGEST_DOCUMENT:

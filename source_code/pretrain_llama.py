@@ -100,7 +100,8 @@ def main():
         held=(masters.values(), training.optimizer),
     )
     evaluate(arguments, forward_only, metrics, training.step)
-    show_sample(arguments, forward_only, training.step)
+    if training.step < arguments.steps:  # else the sample at the end is the same one
+        show_sample(arguments, forward_only, training.step)
     ending = None  # why the training ends before its last step
     for step in range(training.step, arguments.steps):
         metrics.start_step()
@@ -232,7 +233,8 @@ def read_corpus(arguments):
     restart; targets that are PADDING do not count. `windows(seq_len, most)` returns as much of the
     held-out part, at most `most` rows. `training` and `held_out`, int64, tell one text from another
     when a checkpoint is continued; `encode`, `decode` and `num_tokens` are for the sample, and
-    `bytes_per_token` for the bits per byte.
+    `bytes_per_token` for the bits per byte. If the targets do not mark where documents end, call
+    `reject_packed`, because --packed would have no effect.
     """
     if is_token_folder(arguments.data):
         sizes = arguments.vocabulary, arguments.seq_len

@@ -202,6 +202,28 @@ def test_a_copy_has_no_line_that_is_not_the_course_s_own_and_lacks_none(script, 
     subprocess.run(ruff, check=True, timeout=60)
 
 
+@pytest.mark.parametrize("script", first_of(SCRIPTS, 4))
+def test_the_readme_lists_files_by_folder_each_after_those_that_it_imports(script, copied):
+    listed = re.findall(r"^- `(.+)`: ", (copied(script)[0] / "README.md").read_text(), re.M)
+    folders = [path.partition("/")[0] for path in listed]
+    assert sum(map(str.__ne__, folders, ["", *folders])) == len({*folders})
+    for number, path in enumerate(listed):
+        own = PARSED_ONCE(Path(path), copy_template.LAB).own
+        needed = {str(file) for node in own for file in copy_template.files_of(node)}
+        assert {*listed[number:]}.isdisjoint(f for f in needed if "__init__" not in f), path
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("script", ["finetune.py", "torch_pipelining_mlp.py"])  # not as the others
+def test_the_readme_starts_a_copy_with_ranks_and_flags_that_it_takes(script, copied, tmp_path):
+    readme = (copied(script)[0] / "README.md").read_text()
+    [(ranks, flags)] = re.findall(rf"^    torchrun .* (\d) {script} (.*)$", readme, re.M)
+    assert re.findall(r"^    sbatch .*job\.sbatch (.*)", readme, re.M) == [f"{script} {flags}"]
+    flags = flags.replace("DIR", str(write_model(tmp_path / "model")))
+    flags = f"{flags} {FLAGS[script]}".replace("FILE", str(SOURCE / "pipeline/field_guide.txt"))
+    run_on_ranks(perform, int(ranks), copied(script)[0] / script, flags.split(), tmp_path / "out")
+
+
 @pytest.mark.parametrize("script", first_of(ONE_FILE, 1))
 def test_one_file_has_the_statements_of_the_folder_s_files(script, copied):
     folder, _, file = copied(script)

@@ -1,6 +1,7 @@
 """The changes that docs/your-own-model.md shows are made to fresh copies, which then train."""
 
 import functools
+import json
 import math
 import re
 import shutil
@@ -46,11 +47,26 @@ def patched(text, diff):
     return text
 
 
+def check_numbers(text, diff):
+    """Assert that each hunk has as many lines as it says, at the number that it says, for `patch`."""
+    for numbers, hunk in re.findall(r"^@@ (.*) @@\n((?:[ +-].*\n)+)", diff, re.MULTILINE):
+        start, before, _, after = map(int, re.findall(r"\d+", numbers))
+        lines = [line[1:] for line in hunk.splitlines() if line[0] != "+"]
+        assert text.splitlines()[start - 1 :][:before] == lines, numbers
+        assert len(re.findall(r"^[ +]", hunk, re.MULTILINE)) == after, numbers
+
+
 def change(folder, diffs):
     """Make the changes in a folder copy."""
     for file, diff in diffs.items():
         path = folder / file
+        check_numbers(path.read_text(), diff)
         path.write_text(patched(path.read_text(), diff))
+
+
+def replace(file, before, after):
+    assert file.read_text().count(before) == 1, before
+    file.write_text(file.read_text().replace(before, after))
 
 
 def test_one_file_takes_another_layer_and_other_data_in_20_changed_lines(tmp_path):
@@ -85,6 +101,8 @@ def test_fewer_than_20_lines_bring_in_another_model_and_text(
     assert copy(script, tmp_path / form) == 0
     copied = tmp_path / form / script if form == "mine" else tmp_path / form
     changed = tmp_path / form / file if form == "mine" else copied
+    if form == "mine":
+        check_numbers(changed.read_text(), diff)
     changed.write_text(patched(changed.read_text(), diff))
     (tmp_path / "my_text.txt").write_text(OWN_TEXT)
     flags = f"{FLAGS.get(script, SMALL)} --data {tmp_path / 'my_text.txt'}"
@@ -173,6 +191,63 @@ def test_lora_in_finetune_trains_adapters_only_and_saves_a_model_without_them(
         assert (largest > 0.003) if "q_proj" in name else (largest <= rounded), name
 
 
+def test_frozen_layers_of_finetune_are_verified_with_the_line_that_the_page_names(tmp_path):
+    [line] = re.findall(r"`(return build_model_part[^`]*)`", PAGE.read_text())
+    assert copy("finetune.py", tmp_path / "mine") == 0
+    script = tmp_path / "mine" / "finetune.py"
+    made = "    return arguments.saved.build_part(first, last, dtype, device)\n"
+    frozen = made.replace("return", "part =") + "    part.layers.requires_grad_(False)\n"
+    replace(script, made, f"{frozen}    return part\n")
+    (tmp_path / "before").mkdir()
+    with pytest.raises(RunFailed):
+        train(script, "finetune.py", tmp_path / "before", "--learning-rate 0.009")
+    assert "MORE THAN PROMISED" in (tmp_path / "before" / "printed.txt").read_text()
+    library = "return library_model(arguments.model_folder, arguments.torch_dtype, device)"
+    replace(script, library, line)
+    train(script, "finetune.py", tmp_path, "--learning-rate 0.009")
+
+
+def test_another_loss_of_pretrain_llama_is_changed_in_both_places_that_the_page_names(tmp_path):
+    name, file, other = re.search(
+        r"step 5 `(\w+)` in `(\S+)` .*?`(\w+)`", PAGE.read_text()
+    ).groups()
+    assert (name, other) == ("SummedLoss", "token_loss")
+    assert copy("pretrain_llama.py", tmp_path / "mine") == 0
+    script, model = (
+        tmp_path / "mine" / path for path in ("pretrain_llama.py", "pipeline/model.py")
+    )
+    replace(model, "return F.cross_entropy(", "return 2 * F.cross_entropy(")
+    (tmp_path / "before").mkdir()
+    with pytest.raises(RunFailed):
+        train(script, script.name, tmp_path / "before")
+    assert "MORE THAN PROMISED" in (tmp_path / "before" / "printed.txt").read_text()
+    summed = tmp_path / "mine" / file
+    replace(summed, "total + F.cross_entropy(", "total + 2 * F.cross_entropy(")
+    replace(summed, "slope.mul_((real * gradient)", "slope.mul_((2 * real * gradient)")
+    train(script, script.name, tmp_path)
+
+
+def test_a_flag_of_ones_own_is_compared_when_a_training_continues(tmp_path):
+    assert copy("pretrain_llama.py", tmp_path / "mine") == 0
+    change(tmp_path / "mine", diffs_of("A flag of your own"))
+    script, kept = tmp_path / "mine" / "pretrain_llama.py", f"--checkpoints {tmp_path / 'kept'}"
+    train(script, script.name, tmp_path, f"{kept} --window 32")
+    with pytest.raises(RunFailed, match="--window is 16, and .* was made with --window 32"):
+        train(script, script.name, tmp_path, f"{kept} --window 16 --steps 4")
+    train(script, script.name, tmp_path, f"{kept} --steps 4")
+
+
+def test_the_page_names_what_is_in_the_log_of_a_training(tmp_path):
+    section = PAGE.read_text().split("\n## A log of the training\n")[1].split("```")[0]
+    named = [set(re.findall(r"`(\w+)`", part)) for part in re.findall(r"A row with .*?\.", section)]
+    assert copy("pretrain_llama.py", tmp_path / "mine") == 0
+    script, log = tmp_path / "mine" / "pretrain_llama.py", tmp_path / "metrics.jsonl"
+    train(script, script.name, tmp_path, f"--metrics {log}")
+    rows = [set(json.loads(row)) for row in log.read_text().splitlines()]
+    assert len(named) == 2 and all(row in named for row in rows)
+    assert all(names in rows for names in named)
+
+
 def test_the_table_names_every_model_and_how_many_lines_it_changes():
     rows = re.findall(r"\[(\d+) lines\]\(own-models/(.*?)\.diff\)", PAGE.read_text())
     assert sorted(name for _, name in rows) == FILES
@@ -194,6 +269,9 @@ def test_two_tensors_travel_between_stages_that_a_copy_declares_once(tmp_path):
 
 def test_in_a_copy_of_gpipe_one_line_lets_rows_have_another_length_in_every_step(tmp_path):
     [line] = re.findall(r"`(job\.shape = [^`]*)`", PAGE.read_text())
+    section = PAGE.read_text().split("\n## Another row length in every step\n")[1].split("\n## ")[0]
+    assert re.findall(r"^```python\n(.*?)\n```$", section, re.MULTILINE | re.DOTALL) == [line]
+    assert f"\n        {line}  #" in (ROOT / "source_code" / "finetune.py").read_text()
     assert copy("gpipe.py", tmp_path / "mine") == 0
     data = tmp_path / "mine" / "pipeline" / "data.py"
     start = "        generator = torch.Generator()"
@@ -231,6 +309,7 @@ def test_a_larger_vocabulary_and_another_loss_are_one_line_each_of_a_copy(tmp_pa
 
 def test_in_a_copy_of_pretrain_llama_one_line_compiles_the_layers(tmp_path):
     [line] = re.findall(r"`(\[layer\.compile\(\)[^`]*)`", PAGE.read_text())
+    [patience] = re.findall(r"`(--timeout \d+)`", PAGE.read_text())
     assert copy("pretrain_llama.py", tmp_path / "mine") == 0
     stages = tmp_path / "mine" / "extensions" / "pretraining" / "trained_stages.py"
     made, text = "        masters[index], part = build(*cut[index])\n", stages.read_text()
@@ -239,7 +318,7 @@ def test_in_a_copy_of_pretrain_llama_one_line_compiles_the_layers(tmp_path):
     def train_with(backend):
         compiled = line.replace("compile()", f"compile(backend={backend!r})")
         stages.write_text(text.replace(made, f"{made}        {compiled}\n"))
-        more = "--schedule looped-bfs --chunks 2 --recompute stage --sample 1"
+        more = f"--schedule looped-bfs --chunks 2 --recompute stage --sample 1 {patience}"
         program = tmp_path / "mine" / "pretrain_llama.py"
         # With --verify. Compiling takes 15 s on two free cores, four times that on busy ones.
         train(program, program.name, tmp_path, more, timeout=240)

@@ -211,6 +211,12 @@ def test_continued_with_other_ranks_replicas_and_schedule_the_losses_stay_within
     assert max(abs(losses[step] - whole[step]) for step in whole) <= 1e-12
 
 
+def test_a_training_that_is_done_prints_its_sample_once(tmp_path):
+    flags = f"{EXACT} --steps 1 --sample 3 --checkpoints {tmp_path / 'saved'}"
+    samples = [re.findall(r"^after \d steps  '.*$", train(flags, 2)[1], re.M) for _ in range(2)]
+    assert len(samples[0]) == 2 and samples[1] == samples[0][1:]
+
+
 def test_a_checkpoint_of_another_text_or_tokenizer_is_refused(tmp_path, tokens):
     folder = f"--checkpoints {tmp_path / 'saved'}"
     train(f"{EXACT} --steps 1 {folder}", ranks=2)

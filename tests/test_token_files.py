@@ -413,8 +413,9 @@ def test_check_takes_no_flag_of_another_task(make, monkeypatch, capsys):
     ("content", "words"),
     [
         (b'{"text": 3}\n', ["line 1", "--field text"]),
+        (b'{"body": "a"}\n', ["line 1", "name the key of the texts, such as --field body"]),
         (b'{"text": "a"}\n[1\n', ["line 2", "not JSON"]),
-        (b"\xff\xfe\n", ["UTF-8"]),
+        (b"\xff\xfe\n", ["UTF-8", "leave it out of --data"]),
         (b'{"text": "one document"}\n', ["held_out", "--hold-out"]),
     ],
 )

@@ -69,8 +69,8 @@ def check_is_text(content, source):
         )
     if begins_json(content):
         raise DataError(
-            f"--data: {source} has JSON, and its braces would be learnt, too; write its texts as JSON "
-            "lines, make tokens of them with the course's prepare_data.py, and name its folder"
+            f"--data: {source} has JSON, and its braces would be learnt, too; make tokens of its texts "
+            "with the course's prepare_data.py, which reads JSON lines, and name the folder of tokens"
         )
 
 

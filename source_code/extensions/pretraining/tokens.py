@@ -30,6 +30,11 @@ class Corpus(Text):
 
     `num_tokens` is one more than the largest token, and at most the model's vocabulary.
     `fingerprint` tells one text from another; without it, the tokens themselves do.
+
+    For data of your own, return an object of a subclass with another `batch`: from its arguments
+    alone it returns inputs and targets, both (batch_size, at most seq_len), int64. Targets that are
+    PADDING do not count. If they do not mark where documents end (packing.py), let `read_corpus` call
+    `reject_packed`, because --packed would have no effect.
     """
 
     tokenizer: object = None
