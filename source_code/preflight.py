@@ -93,7 +93,7 @@ def verdict(statuses):
 def parse_arguments():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--timeout", type=positive_number, default=30.0, metavar="S", help="longest wait")
+    add("--timeout", type=positive_number, default=60.0, metavar="S", help="longest wait")
     add("--messages-only", action="store_true", help="only measure messages between ranks")
     add("--json", action="store_true", help="print each line of the table as a JSON object")
     arguments = parser.parse_args()
@@ -112,7 +112,7 @@ def give_up(timeout, prints, as_text):
     os._exit(1)
 
 
-def run_checks(timeout=30.0, messages_only=False):
+def run_checks(timeout=60.0, messages_only=False):
     """All checks, one after the other, so that each line can be shown as soon as it is known.
 
     `timeout` in seconds. In a job every rank must call it; only rank 0 gets the lines of all.
