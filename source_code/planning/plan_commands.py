@@ -30,11 +30,9 @@ def command_of(name, model, machine, plan):
     flags = course_flags(name, model)
     if flags is None or not has_flags(plan):
         return None
-    text = [] if own_text_is_enough(model) else ["--data", "FILE"]
-    saved = is_saved(name)
-    first = preparing(name, model) if saved else []
-    if saved:
-        text = text_of_saved(model)
+    first, text = [], [] if own_text_is_enough(model) else ["--data", "FILE"]
+    if is_saved(name):
+        first, text = preparing(name, model), text_of_saved(model)
     words = [start_of(machine, plan), *flags_of(model, machine, plan, flags), *text]
     return " && ".join([*first, " ".join(words)])
 
@@ -72,10 +70,10 @@ def start_of(machine, plan):
 
 def training_lines(machine, plan, saved=False):
     """Lines that say how much the command of a plan trains, and what to add for more."""
-    rate = f", with a learning rate of up to {RATE}"
-    smaller = "; a large model also needs a smaller --learning-rate"
-    if saved:  # the command has one
-        rate = smaller = ""
+    rate = smaller = ""
+    if not saved:  # whose command has a rate
+        rate = f", with a learning rate of up to {RATE}"
+        smaller = "; a large model also needs a smaller --learning-rate"
     limit, more = "", "add --steps (--checkpoints keeps the weights)"
     if start_of(machine, plan).startswith("sbatch"):
         limit = f", in at most {MINUTES} minutes"
@@ -104,7 +102,7 @@ def further_lines(name, model, machine):
         return []
     if name and name in NAMED and name.startswith(SAVED_BY_NAME):
         return ["", *lines_with_files(name, model, machine)]
-    if name and Path(name).is_dir():
+    if is_saved(name):
         why = f"No command, as convert.py cannot read this folder: {why_not_saved(name, model)}."
         return ["", *lines_of(why)]
     return [
@@ -155,7 +153,7 @@ def course_flags(name, model):
     """The flags of pretrain_llama.py for a model; None if the script cannot build the model."""
     if name in OF_THE_COURSE:
         return ["--model", name]
-    if name and Path(name).is_dir():
+    if is_saved(name):
         return None if why_not_saved(name, model) else [*CONVERTED, *sizes_of(model)]
     return sizes_of(model) if is_of_the_course(model) else None
 
