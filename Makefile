@@ -46,7 +46,7 @@ test-torch: ## run scripts and traps with another torch (TORCH=2.15.0)
 TORCH_TESTS = $(addprefix tests/test_,$(addsuffix .py,equals_one_process every_schedule \
 	loops_by_hand pipedream split_stage recompute torch_pipelining torch_pipelining_traps newer_torch rehearsal \
 	message_order flight_recorder checkpointing data_parallel replicas pretrain_llama \
-	tensor_parallel vocabulary_parallel inference no_code_from_files)) tests/hosted_emulation.py
+	experts tensor_parallel vocabulary_parallel inference no_code_from_files)) tests/hosted_emulation.py
 
 soak: $(INSTALLED) ## damage files, schedules, answers in thousands of ways: hours
 	FUZZ_INPUTS=10000 $(BIN)/python -m pytest $(DRAWN_AT_RANDOM) $(PYTEST_FLAGS)
