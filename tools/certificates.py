@@ -36,7 +36,7 @@ the cell names the schedules of the course that fit into the room and reach this
 schedule of the course does both, the cell names the shortest one that fits, with the makespan of
 that schedule. If no schedule of the course fits, the cell has only the number. Some cases are open,
 such as "≤ 29, ≥ 26": the best known schedule takes 29, and it is proven that none takes less than
-26. "–" means that the search found no schedule within its time limit.
+26.
 
 `python tools/certificates.py` writes this page. `python source_code/search_schedule.py` runs the
 same search with costs of your own.
@@ -105,7 +105,7 @@ def row(questions, seconds):
 def cell(answer, makespan, bound):
     """The makespan and the schedules that reach it, as a cell of a table."""
     if makespan == float("inf"):
-        return "–"
+        return "none found in time"
     best = [TITLES[name] for name, length in answer.known.items() if length == makespan]
     told = ", ".join(best)
     if not best and answer.known:
