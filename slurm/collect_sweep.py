@@ -62,7 +62,8 @@ def table_of(timelines):
 
 
 def bubble(timeline, m):
-    p = timeline.num_ranks
+    replicas = len({event.action.microbatch for event in timeline.events}) // m
+    p = timeline.num_ranks // replicas
     return (p - 1) / (m + p - 1)
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real SLURM cluster on this one machine, to learn and to test with.
 #
-#   slurm/local_cluster.sh start [--nodes N] [--gpus N] [--cpus N] [--port N] [--folder DIR]
+#   slurm/local_cluster.sh start [--nodes N] [--gpus N] [--cpus N] [--port N] [--folder DIR] [--first N]
 #   eval "$(slurm/local_cluster.sh env)"      # from here on sinfo, srun and sbatch mean this cluster
 #   slurm/local_cluster.sh status
 #   slurm/local_cluster.sh stop

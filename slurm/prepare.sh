@@ -113,7 +113,7 @@ own_folder() {
 
 LOGS=build/jobs/$SLURM_JOB_ID
 own_folder build/jobs "$LOGS"
-# Of an older cluster, which began at 1, too.
+# An older cluster may have left logs of a job with this number.
 [ "${SLURM_RESTART_COUNT:-0}" != 0 ] || { rm -rf "$LOGS"; own_folder "$LOGS"; }
 # On a full disk torchrun would lose there what the ranks say.
 { echo "$SLURM_JOB_NODELIST" >"$LOGS/nodes" && rm "$LOGS/nodes"; } 2>/dev/null ||

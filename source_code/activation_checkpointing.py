@@ -3,8 +3,8 @@
 
     torchrun --standalone --nproc-per-node 4 activation_checkpointing.py --verify
 
---recompute says what a stage keeps between a forward and its backward, --schedule in which order
-they run: any of the synchronous ones, with --chunks stages per rank where there are several.
+--recompute chooses what a stage keeps between a forward and its backward. --schedule chooses the
+order of the actions: any synchronous schedule. Some have several stages per rank: --chunks.
 """
 
 import sys

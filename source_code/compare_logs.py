@@ -16,7 +16,7 @@ from guard.around_main import guarded
 from guard.one_sentence import shortened
 from lab.flight_log_comparing import compare
 from lab.flight_log_reader import RecordingError, read_recording
-from pipeline.command_line import Parser, positive_number
+from pipeline.command_line import Parser, number_from_zero
 
 
 @guarded
@@ -25,7 +25,7 @@ def main():
     parser.add_argument("one", metavar="FOLDER", help="the log of a run")
     parser.add_argument("other", metavar="OTHER", help="the log of another run")
     parser.add_argument(
-        "--tolerance", type=positive_number, metavar="X", default=0.0, help="0 compares the bits"
+        "--tolerance", type=number_from_zero, metavar="X", default=0.0, help="0 compares the bits"
     )
     arguments = parser.parse_args()
     try:

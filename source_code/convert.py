@@ -109,7 +109,7 @@ def bring_in(arguments):
     configuration = {**sizes, "--settings": kept}
     file = tokenizer_of(arguments.from_hf)
     try:
-        if file:  # pretrain_llama.py refuses other tokens than those that the model knows
+        if file:  # pretrain_llama.py rejects tokens that the model does not know
             configuration["--tokenizer"] = digest_of_vocabulary(read_tokenizer(file))
     except DataError as error:
         raise SystemExit(f"--from-hf: {error}") from None

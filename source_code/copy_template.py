@@ -10,8 +10,8 @@ has LICENSE and a README, too: put your name on what you change. A copy leaves o
 calls of the lab (--with-lab keeps them, in a folder), and with --schedules the files and rows of
 all other schedules but the script's default. --bare also leaves out the guard, the two lines with
 which bad input and lost ranks are named in one sentence. A copy in one file is bare, and leaves out
-the imports of the course's modules, because their code is then in the same file. Only scripts that
-are short enough to be read as one file are copied so.
+the imports of the course's modules, because their code is then in the same file. Only a script that
+is short enough to read as one file can be copied this way.
 """
 
 import ast

@@ -110,7 +110,7 @@ def read_flags():
 
 
 def read_corpus(arguments):
-    """Return the Corpus to learn, in the saved model's tokens; its docstring is on data of your own."""
+    """Return the text to learn, in the saved model's tokens; Corpus says how to use your own data."""
     a, tokenizer = arguments, tokenizer_of(arguments.model_folder)
     if is_token_folder(a.data):
         return load_tokens(a.data, a.vocabulary, a.seq_len, a.packed, tokenizer)

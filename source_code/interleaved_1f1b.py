@@ -42,8 +42,8 @@ def main():
     pairs += [((rank + 1) % p, rank, "gradient") for rank in range(p) if p > 1]
     job = start_job(arguments, pairs)
     stages = [build_stage(arguments, job.rank + c * p, cut, job.device) for c in range(v)]
-    attach.observe(arguments, job, stages, "interleaved-1f1b")
     schedule = interleaved_1f1b(p, arguments.microbatches, v)
+    attach.observe(arguments, job, stages, schedule)
     return train(arguments, job, stages, partial(run_step, job, stages, group, schedule))
 
 

@@ -111,7 +111,7 @@ def parse_arguments():
             "--performed only adds to a drawing; name one with --svg, or take --terminal"
         )
     if arguments.terminal and (arguments.json or arguments.csv == "-"):
-        raise SystemExit("--terminal prints between other lines; leave out --json and --csv -")
+        raise SystemExit("--terminal draws between other lines; leave out --json and --csv -")
     check_files(arguments)
     return arguments
 

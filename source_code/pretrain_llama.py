@@ -138,7 +138,7 @@ def read_flags():
     arguments = parser.parse_args()
     arguments.settings = None
     schedule = complete_flags(parser, arguments, read_corpus)
-    # A run that continues must share these flags, too: each with its value in a new run.
+    # A continued run must have the same values of these flags, too; here are their defaults.
     further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
     further |= dict.fromkeys(["vocabulary", "packed", "shuffle", "settings"])
     check_checkpoint_arguments(arguments, further)
@@ -226,12 +226,12 @@ def pieces_of_batch(arguments):
 
 
 def read_corpus(arguments):
-    """What is learnt, the bytes of a text or a folder of prepare_data.py: read your own data here.
+    """Return the text to learn: the bytes of a file, or a folder of prepare_data.py, or your own.
 
     What the rest relies on: `batch(number, batch_size, seq_len, seed)` returns inputs and targets,
     both (batch_size, seq_len), int64, from its arguments alone, the same on every rank and after a
-    restart; targets that are PADDING do not count. `windows(seq_len, most)` returns as much of the
-    held-out part, at most `most` rows. `training` and `held_out`, int64, tell one text from another
+    restart; targets that are PADDING do not count. `windows(seq_len, most)` returns rows of the
+    held-out part in the same form, at most `most`. `training` and `held_out`, int64, tell one text from another
     when a checkpoint is continued; `encode`, `decode` and `num_tokens` are for the sample, and
     `bytes_per_token` for the bits per byte. If the targets do not mark where documents end, call
     `reject_packed`, because --packed would have no effect.

@@ -65,7 +65,7 @@ def parse_arguments():
     add("--split", action="store_true", help="let a backward come in two halves")
     add("--transfer", type=cost_or_nothing, default=0.0, metavar="T", help="latency of a message")
     add("--hop", type=hop, action="append", metavar="A,B=T", help="the same between two ranks")
-    add("--room", type=rooms, metavar="N,...", help="micro-batches of stages that a rank may hold")
+    add("--room", type=rooms, metavar="N,...", help="most stages' activations that a rank may hold")
     add("--timeline", metavar="FILE", help="take stages, ranks and costs from a run's --timeline")
     add("--seconds", type=positive_number, default=10.0, metavar="S", help="to search")
     add("--csv", metavar="FILE", help="write the schedule, for train.py")

@@ -119,17 +119,17 @@ def verify(arguments, losses):
     """Train the uncut network here, print the largest difference, return whether it is small."""
     network = build_network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    largest = 0.0
+    differences = []
     for step, ours in enumerate(losses):
         inputs, targets = batch_of(step, arguments.batch_size)
         loss = nn.functional.mse_loss(network(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        largest = max(largest, abs(loss.item() - ours))
-    kept = largest <= 1e-12
+        differences.append(abs(loss.item() - ours))
+    kept = all(difference <= 1e-12 for difference in differences)  # false for NaN
     verdict = "as promised" if kept else "MORE THAN PROMISED"
-    print(f"largest difference from one process: {largest:.1e}, {verdict}", flush=True)
+    print(f"largest difference from one process: {max(differences):.1e}, {verdict}", flush=True)
     return kept
 
 

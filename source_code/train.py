@@ -6,8 +6,8 @@
 
 A file has one row per rank, with cells such as 0F3: stage, kind (F, B, or I and W for a backward in
 two halves) and micro-batch. --option sets an option of a named schedule, such as depth=2 of 1f1b,
-and --recompute says what a stage keeps of a forward. With --pace-per-layer a stage takes as many
-times --pace as it has layers, which --cut can make uneven.
+and --recompute says what a stage keeps of a forward. With --pace-per-layer, the pace of a stage is
+--pace times its number of layers, and --cut chooses these numbers.
 """
 
 import sys

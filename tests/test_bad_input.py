@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from extensions.tensor_parallel import mesh
 from extensions.torch_pipelining import library
 from files.outputs import write_whole
 from guard import one_sentence
+from lab.checks import check_pace_per_layer
+from lab.simulator import Costs
 from pipeline import training
 from pipeline.command_line import Parser
 from pipeline.data import load_text
@@ -211,6 +214,24 @@ def test_a_bad_flag_is_refused_in_one_sentence_that_names_it(refusal, script, fl
 )
 def test_a_pace_per_layer_without_a_pace_or_too_slow_is_refused(refusal, flags, named):
     assert "--pace-per-layer" in refusal.check("train", *flags.split(), names=named)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers"),
+    [
+        ({"num_ranks": 1, "chunks": 2}, 4),
+        ({"num_ranks": 4, "replicas": 2}, 4),
+        ({"num_ranks": 4, "replicas": [2, 1, 1]}, 3),
+        ({"num_ranks": 2}, 4),
+    ],
+)
+def test_the_pace_per_layer_counts_the_layers_of_a_stage(sizes, layers):
+    flags = SimpleNamespace(pace_per_layer=True, cut=None, layers=8, **sizes)
+    flags.pace_costs, flags.timeout = Costs(100, 300), 0.3 * layers + 0.1
+    check_pace_per_layer(flags)
+    flags.timeout -= 0.1
+    with pytest.raises(SystemExit, match=f"a stage with {layers} layers takes {300 * layers} ms"):
+        check_pace_per_layer(flags)
 
 
 def pace_of_a_run(rank, *words):

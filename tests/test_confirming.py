@@ -40,7 +40,7 @@ def test_only_links_between_nodes_are_played():
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ([], "has no 'schedule'"),
+        ([], "has no string 'schedule'"),
         ({"schedule": "0F0,0B0"}, "has no list 'forward' with a time per stage"),
         (
             {"schedule": "0F0,0B0", "forward": [-1], "backward": [2], "backward_weight": [1]},
@@ -49,6 +49,11 @@ def test_only_links_between_nodes_are_played():
         (
             {"schedule": "0F0,0B0\n1F0,1B0", **dict.fromkeys(KINDS, [1, 1])},
             "it is for 2 ranks, and this job has 1",
+        ),
+        ({"schedule": ""}, "the schedule has no actions"),
+        (
+            {"schedule": "0F0,0B0\n1B0,1F0", **dict.fromkeys(KINDS, [1, 1])},
+            "rank 1 runs the backward of micro-batch 0 on stage 1 at step 0",
         ),
     ],
 )

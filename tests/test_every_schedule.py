@@ -12,6 +12,7 @@ from test_equals_one_process import ADAMW, SGD, one_process
 
 from course.failed_run import RunFailed
 from course.launch import run
+from lab.simulator import Costs, simulate
 from pipeline.schedule import Action
 from pipeline.schedules import build_schedule, synchronous_schedules, zb_h1
 from pipeline.schedules.text_form import to_csv
@@ -192,3 +193,12 @@ def test_sizes_that_a_schedule_does_not_allow_are_refused(call, sentence):
         run(call, warm=True, show=False)
     assert sentence in str(failure.value)
     assert "Traceback" not in str(failure.value)
+
+
+def test_four_chunks_are_predicted_and_paced_by_the_schedule_with_four():
+    sizes = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 2 --microbatches 4"
+    told = run(
+        f"{INTERLEAVED} --chunks 4 {sizes} --pace 5 10 --pace-per-layer", 2, warm=True, show=False
+    ).output
+    length = simulate(build_schedule("interleaved-1f1b", 2, 4, 4), Costs(5, 10)).makespan
+    assert f"(predicted {length:.1f} ms" in told, told

@@ -165,6 +165,7 @@ def test_the_command_compares_two_folders_and_says_so_in_its_status(recorded, tm
     assert status_of(healthy, broken) == 1
     assert "1B0 on rank 1: used " in capsys.readouterr().out
     assert status_of(healthy, broken, "--tolerance", "1e-9") == 1
+    assert status_of(healthy, tmp_path / "again", "--tolerance", "0") == 0
     capsys.readouterr()
     assert status_of(healthy, tmp_path / "missing") == 2
     said = capsys.readouterr().err

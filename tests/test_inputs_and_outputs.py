@@ -22,6 +22,7 @@ from whole_checkpoints import COUNTED
 
 from broken.pipelines import faults
 from extensions.checkpointing import checkpoint_folder
+from extensions.data_parallel.replicas import replicate
 from files import inputs, outputs
 from files.inputs import (
     InputError,
@@ -279,6 +280,14 @@ def test_a_copy_that_fails_names_the_file_that_is_written(tmp_path):
     assert str(ended.value).count("No space left") == 1
 
 
+def test_a_sweep_of_replicas_is_compared_with_the_bubble_of_one_pipeline(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "slurm"))
+    bubble = importlib.import_module("collect_sweep").bubble
+    for replicas in (1, 2):
+        timeline = simulate(replicate(build_schedule("gpipe", 2, 4), replicas), Costs())
+        assert bubble(timeline, 4) == 1 / 5
+
+
 def test_a_sweep_of_something_else_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "slurm"))
     collect_sweep = importlib.import_module("collect_sweep")
@@ -477,6 +486,7 @@ def test_checkpoint_json_says_when_it_was_changed(tmp_path):
         ("experts", "--experts 2147483647", "1,024 are the most"),
         ("experts", "--capacity 1e300", "more than all tokens"),
         ("gpipe", "--seq-len 1000000", "hours"),
+        ("gpipe", "--layers 27500 --batch-size 1000 --microbatches 1000", "more than 1."),
         ("pretrain_llama", "--sample 1000000", "10,000 tokens are the most"),
         ("inference", "--groups 1000 --requests 1 --tokens 1024 --seq-len 1100", "passes"),
     ],

@@ -29,7 +29,7 @@ from course.failed_run import RunFailed
 from course.followed_run import follow
 from course.launch import ROOT, SCRIPTS, WarmRanks, _wait_for_fork_server
 from guard import agreement, meeting, presence
-from guard.agreement import Disagreement, agree, checksum_of, settings_of, version
+from guard.agreement import Disagreement, Missing, agree, checksum_of, settings_of, version
 from guard.around_main import attached
 from guard.free_port import free_port
 from guard.meeting import find_store, is_loopback
@@ -147,6 +147,14 @@ def test_another_copy_of_the_course_or_another_torch_is_rejected(monkeypatch):
         Disagreement, match=re.escape(f"torch is 1.0 there and {torch.__version__}")
     ):
         agree(store, 0, 2, {}, 20)
+
+
+def test_ranks_that_differ_wait_for_rank_0_which_the_sentence_compares_them_with():
+    store = dist.HashStore()
+    store.set("settings/2", json.dumps(["elsewhere", 1, {"the number of ranks": 4}]))
+    with pytest.raises(Missing) as lost:
+        agree(store, 1, 3, {}, 0.2)
+    assert lost.value.ranks == [0]
 
 
 def test_all_flags_count_but_the_device_and_where_the_text_lies(monkeypatch, tmp_path):

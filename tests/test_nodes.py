@@ -225,6 +225,11 @@ def test_a_network_that_cannot_be_pretended_is_refused(monkeypatch, name, value,
         run(f"gpipe.py {SMALL} --steps 1", ranks=2, warm=True, show=False)
 
 
+def test_the_longest_delay_that_the_refusal_names_is_taken(monkeypatch):
+    monkeypatch.setenv(variables.DELAY_VARIABLE, "60000")
+    assert slow_network.seconds_in(variables.DELAY_VARIABLE) == 60
+
+
 # A look into a running rank.
 
 

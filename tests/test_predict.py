@@ -14,7 +14,9 @@ import pytest
 from lab.simulator import Costs, simulate
 from lab.terminal_timeline import in_text
 from lab.timeline import to_chrome_trace
+from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules, gpipe, naive
+from pipeline.schedules.from_flags import schedule_option
 from pipeline.schedules.legal import check_legal
 from pipeline.schedules.text_form import from_csv, to_csv
 
@@ -272,6 +274,13 @@ def test_a_file_without_actions_has_no_row_to_mend(tmp_path, capsys, text):
     assert "no actions; name a CSV file" in said and "that row" not in said
 
 
+def test_a_stage_that_no_row_has_is_no_row_to_mend(tmp_path, capsys):
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0B0\n2F0,2B0\n")
+    said = refusal(capsys, path)
+    assert "stage 1 belongs to no rank; name a CSV file" in said and "that row" not in said
+
+
 @pytest.mark.parametrize("flag", ["--ranks", "--microbatches"])
 @pytest.mark.parametrize("value", ["0", "-4", "2.5", "four", ""])
 def test_a_number_of_ranks_or_microbatches_that_is_no_positive_whole_number(capsys, flag, value):
@@ -382,3 +391,9 @@ def test_colours_repeat_the_signs_and_both_timelines_share_a_scale():
 def test_the_terminal_and_a_program_that_reads_the_output_exclude_each_other(capsys, other):
     status, _, said = call_in_this_process(capsys, "gpipe", "--terminal", *other)
     assert status == 2 and said.startswith("--terminal ") and said.count("\n") == 1
+
+
+def test_an_option_may_be_zero_where_its_schedule_takes_that():
+    assert schedule_option("ahead=0") == ("ahead", 0)
+    with pytest.raises(ScheduleError, match="at least 1 micro-batch, not 0"):
+        build_schedule("pipedream", 4, 8, microbatches_per_update=0)

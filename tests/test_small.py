@@ -135,3 +135,16 @@ def test_a_rank_that_cannot_be_does_not_wait_for_the_others(monkeypatch, script)
     monkeypatch.setattr(sys, "argv", [script])
     with pytest.raises(SystemExit, match="RANK is -1, and WORLD_SIZE is 2; start the ranks with"):
         runpy.run_path(str(SMALL / script), run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [("pipeline", ["naive", "--verify"]), ("weight_stash", ["--verify"])],
+)
+def test_losses_that_are_not_finite_do_not_pass_the_comparison_with_one_process(program, words):
+    code = f"import sys, {program}; {program}.RATE = float('nan'); sys.argv[1:] = {words}; {program}.main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=SMALL, capture_output=True, text=True, timeout=60
+    )
+    assert "loss nan" in ended.stdout and ended.returncode == 1, ended
+    assert ended.stderr.strip() == "the difference should be at most 1e-12"

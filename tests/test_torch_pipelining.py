@@ -1,11 +1,13 @@
 """torch.distributed.pipelining trains the course's model, and Hugging Face's, as one process does."""
 
 import functools
+import math
 import os
 import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -370,6 +372,12 @@ def test_eval_divides_the_gradients_by_the_number_of_microbatches_unless_told_ot
 
 def test_the_free_form_network_cut_at_the_ends_of_submodules_equals_one_process_to_1e_12():
     assert KEPT in run("torch_pipelining_mlp.py --verify", 3, warm=True, show=False).output
+
+
+def test_the_free_form_network_s_losses_do_not_pass_if_they_are_no_numbers(capsys):
+    flags = SimpleNamespace(batch_size=8)
+    assert not torch_pipelining_mlp.verify(flags, [math.nan] * 3)
+    assert "MORE THAN PROMISED" in capsys.readouterr().out
 
 
 def test_the_free_form_network_rejects_a_batch_of_gigabytes_before_it_is_made(monkeypatch):

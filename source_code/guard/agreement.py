@@ -52,12 +52,12 @@ def agree(store, rank, num_ranks, settings, timeout, arrived=None):
                 if arrived is not None:
                     arrived.add(other)
         missing -= set(found)
-        if len({each[2]["the number of ranks"] for each in found.values()}) > 1:
+        if 0 in found and len({each[2]["the number of ranks"] for each in found.values()}) > 1:
             break  # the counts differ, so not all ranks will join
         if missing and time.monotonic() > deadline:
             raise Missing(sorted(missing))
         time.sleep(0.02 if missing else 0)
-    first = found.get(0, found[rank])[2]
+    first = found[0][2]
     for other in sorted(found):
         if found[other][2] != first:
             raise Disagreement(difference_text(other, found[other][2], first))
@@ -93,7 +93,7 @@ def settings_of(arguments, read=None):
     flags in `read`, {flag: attribute}, name: each node may have its own copies.
 
     --device may differ. --data may also differ, since a node may have another path; the content of
-    the text is compared. Of --checkpoints, the identity of what a training continues is compared.
+    the text is compared. Of --checkpoints, the ranks compare which checkpoint the training continues.
     """
     plain = (str, int, float, list, tuple, type(None))
     own = {name: value for name, value in vars(arguments).items() if isinstance(value, plain)}

@@ -17,7 +17,7 @@ class LauncherError(ValueError):
 
 @contextmanager
 def ranks_set():
-    """A context in which torchrun's variables have the numbers of several ranks, also under srun."""
+    """A context that sets torchrun's variables for a job of several ranks, also under srun."""
     try:
         ranks = read_ranks()
     except LauncherError as error:

@@ -38,7 +38,7 @@ def check_memory(arguments):
     needed = 8 * (weights + tokens + activations) + objects
     if needed > memory:
         raise SystemExit(
-            f"--dim, --layers and --batch-size need more than {needed / 2**30:.0f} GiB per rank, and "
+            f"--dim, --layers and --batch-size need more than {int(needed / 2**30)} GiB per rank, and "
             f"this machine has {memory / 2**30:.0f} GiB; use smaller ones, or more ranks"
         )
 
@@ -62,6 +62,6 @@ def check_duration(arguments):
     if seconds > 3600:
         raise SystemExit(
             f"--layers {config.layers} with {microbatches:,} micro-batches of {batch:,} sequences of "
-            f"--seq-len {config.seq_len:,}: a step takes more than {seconds / 3600:,.0f} hours; use "
+            f"--seq-len {config.seq_len:,}: a step takes more than {int(seconds / 360) / 10:,} hours; use "
             "smaller ones, or more ranks"
         )

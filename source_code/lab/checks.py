@@ -92,7 +92,10 @@ def check_pace_per_layer(arguments):
     pace, timeout = arguments.pace_costs, arguments.timeout
     if pace is None:
         raise SystemExit("--pace-per-layer says what --pace is the time of; give --pace, too")
-    most = max(arguments.cut or [-(-arguments.layers // arguments.num_ranks)])
+    replicas = getattr(arguments, "replicas", None) or 1  # pipedream.py has a number for each stage
+    ranks = arguments.num_ranks // replicas if isinstance(replicas, int) else len(replicas)
+    stages = ranks * (getattr(arguments, "chunks", None) or 1)
+    most = max(arguments.cut or [-(-arguments.layers // stages)])
     longest = most * max(pace.forward, pace.backward + pace.recompute)
     if longest >= 1000 * timeout:
         raise SystemExit(

@@ -346,5 +346,5 @@ def _first_end(one, other, number):
 
 
 def short_norm(norm):
-    """A norm with six digits; the recording has None for a norm that is not finite."""
-    return "no finite number" if norm is None else f"{norm:.6g}"
+    """A norm with six digits; the recording has None without a gradient, or with no finite one."""
+    return "none (or not finite)" if norm is None else f"{norm:.6g}"

@@ -16,6 +16,7 @@ from lab import attach
 from lab.simulator import Costs
 from pipeline.command_line import ranks_from_environment
 from pipeline.schedule import ScheduleError
+from pipeline.schedules.legal import check_legal
 from pipeline.schedules.text_form import from_csv
 from pipeline.split_stage import stage_class_for
 from pipeline.training import (
@@ -45,7 +46,7 @@ def main():
         if schedule.num_ranks != (ranks := ranks_from_environment()[1]):
             raise ScheduleError(f"it is for {schedule.num_ranks} ranks, and this job has {ranks}")
     except (InputError, ScheduleError) as error:
-        raise SystemExit(f"TIMES.json: {error}; mend the file, or start other ranks") from None
+        raise SystemExit(f"TIMES.json: {error}; correct the file or the number of ranks") from None
     arguments.layers = schedule.num_stages
     arguments.batch_size = arguments.microbatches = schedule.num_microbatches
     complete_arguments(parser, arguments)
@@ -64,8 +65,8 @@ def read_times(path, longest):
     """(Schedule, Costs in milliseconds) of a file; every time is below `longest`."""
     content = read_json(path, 16 * MEBIBYTE)
     if not isinstance(content, dict) or not isinstance(content.get("schedule"), str):
-        raise InputError(f"{path} has no 'schedule', a text")
-    schedule = from_csv(content["schedule"])
+        raise InputError(f"{path} has no string 'schedule'")
+    schedule = check_legal(from_csv(content["schedule"]))
     for kind in KINDS:
         times = content.get(kind)
         if not isinstance(times, list) or len(times) != schedule.num_stages:

@@ -37,7 +37,7 @@ def seconds_in(variable):
         milliseconds = number_from_zero(text)
     except ArgumentTypeError:
         milliseconds = -1.0
-    if not 0 <= milliseconds < 60_000:
+    if not 0 <= milliseconds <= 60_000:
         raise NodesError(f"{variable} must be 0 to 60000 milliseconds, not '{text}'")
     return milliseconds / 1000
 

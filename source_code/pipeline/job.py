@@ -120,7 +120,7 @@ class Job:
         with self.waiting_for_all("the end of the job"):
             dist.barrier()
         dist.destroy_process_group()
-        # A group's threads end with the last reference to it, and one that outlives Python aborts it.
+        # A group's threads end with the last reference to the group; later ones abort the process.
         # Without freeze(), Python would search all objects again when it ends, which takes 0.4 s.
         atexit.register(lambda: (time.sleep(0.02), gc.collect(), gc.freeze()))
 

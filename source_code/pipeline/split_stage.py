@@ -4,8 +4,8 @@
 The backward of a linear layer y = x Wᵀ is two independent matrix products: g W, the gradient of the
 input, for which the previous stage waits, and gᵀ x, the gradient of the weights, which is not
 needed before the update (Qi et al. 2023, 2401.10241, section 2). The layers here can defer the
-second product: they keep x and g, and everything else that the forward kept is freed. Norms and the
-embedding, whose weight gradients need no matrix product, compute them at once.
+second product: they keep x and g, and everything else that the forward kept is freed. Norms, biases
+and the embedding compute their gradients at once, because these need no matrix product.
 """
 
 from functools import partial
@@ -64,8 +64,8 @@ class SplitStage(Stage):
 def is_plain(module):
     """Whether a module computes what nn.Linear does, with a weight that is a parameter.
 
-    Autograd keeps a subclass with another forward, and a weight that is made from other parameters
-    before each forward, as by weight norm: there, I runs the whole backward.
+    A subclass with another forward is left to autograd. So is a weight that is made from other
+    parameters before each forward, as by weight norm. There, I runs the whole backward.
     """
     computes = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     if not computes or "weight" not in module._parameters:

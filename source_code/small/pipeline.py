@@ -10,6 +10,7 @@ place of `Layer` and your own data in place of `batch`.
 """
 
 import argparse
+import math
 import os
 import sys
 from datetime import timedelta
@@ -185,8 +186,8 @@ def interleaved_step(stages, inputs, targets):
     A passage is one micro-batch through one of this rank's stages. All ranks move in lockstep: in
     each tick a rank runs a forward passage, a backward passage or both, and between two ticks it
     exchanges up to four messages in one batch, with both neighbours of the ring. Rank r + 1 is one
-    tick behind rank r, so the batches fit together. That relies on NCCL, which
-    starts the messages of a batch together.
+    tick behind rank r, so the batches fit together. That relies on a transport
+    which starts all messages of a batch together, as NCCL and gloo do.
     """
     rank, p, v, m = dist.get_rank(), dist.get_world_size(), len(stages), len(inputs)
     held, outbox, shares = [{} for _ in stages], [], []
@@ -278,7 +279,9 @@ def difference_from_one_process(stages, losses, steps, device):
     for c, stage in enumerate(stages):
         pairs = zip(stage.parameters(), whole[rank + c * p].parameters())
         differences += [(a - b).abs().max().item() for a, b in pairs]
-    largest = torch.tensor(max(differences), dtype=torch.float64, device=device)
+    # A NaN differs from everything, and max() would drop it.
+    differences = torch.tensor(differences, dtype=torch.float64).nan_to_num(nan=math.inf)
+    largest = differences.max().to(device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
 

@@ -7,6 +7,7 @@ Weight stashing: Narayanan et al. 2019, section 3.3. The program needs torch and
 runs on CPU cores.
 """
 
+import math
 import os
 import sys
 from datetime import timedelta
@@ -146,7 +147,8 @@ def main():
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False)  # also on Windows
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     rank, p = dist.get_rank(), dist.get_world_size()
     if p > LAYERS:
         sys.exit(f"{LAYERS} layers can be cut into at most {LAYERS} stages, not {p}")
@@ -158,7 +160,8 @@ def main():
         expected, wanted = run_of_one_process(p, inputs, targets, RATE)
         differences = [(newest[n] - w).abs().max().item() for n, w in expected[rank].items()]
         differences += [abs(a - b) for a, b in zip(losses, wanted)] if rank == p - 1 else []
-        largest = torch.tensor(max(differences), dtype=torch.float64)
+        # A NaN differs from everything, and max() would drop it.
+        largest = torch.tensor(differences, dtype=torch.float64).nan_to_num(nan=math.inf).max()
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         if rank == p - 1:
             print(f"largest difference from one process: {largest.item():.1e}", flush=True)

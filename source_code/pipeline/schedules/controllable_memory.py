@@ -97,7 +97,7 @@ def _pulled_forward(orders, limit):
 
     The blocks leave slots empty before the first gradient arrives and after the last forward. All
     ranks advance slot by slot together. Each stage keeps the order of the micro-batches, and no
-    forward moves if its rank would then hold more than `limit` micro-batches.
+    forward moves if its rank would then hold more than `limit` activations of a stage.
     """
     orders, places = [list(order) for order in orders], [_places_in(order) for order in orders]
     performed, held, made = [[] for _ in orders], [0] * len(orders), set()

@@ -3,7 +3,7 @@
 
 import argparse
 
-from pipeline.command_line import positive_integer, ranks_from_environment
+from pipeline.command_line import positive_integer, ranks_from_environment, whole_number
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import (
     SCHEDULES,
@@ -27,11 +27,11 @@ def add_schedule_flags(parser, default="gpipe"):
 
 
 def schedule_option(text):
-    """Convert a flag's value NAME=VALUE to (name, whole number of at least 1)."""
+    """Convert a flag's value NAME=VALUE to (name, whole number); each option has its own least value."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not '{text}'")
-    return name.strip(), positive_integer(value)
+    return name.strip(), whole_number(value)
 
 
 def choose_schedule(arguments, num_ranks=None):

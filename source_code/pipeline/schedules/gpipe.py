@@ -6,7 +6,7 @@ from pipeline.schedules.order import require_positive
 
 
 def gpipe(num_ranks, num_microbatches):
-    """All forwards, then all backwards, then one update (Huang et al. 2019, section 2.3).
+    """All forwards, then all backwards, then one update (Huang et al. 2019, section 2.2).
 
     The backwards run in the order of the forwards; the paper's figure runs them in reverse, which
     takes the same time.

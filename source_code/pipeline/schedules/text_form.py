@@ -61,7 +61,8 @@ def read_csv(path):
 
 def fix_of(error):
     """Return what to do about a file with this ScheduleError, which names a row if there is one."""
-    return "mend that row" if "rank" in str(error) else "name a CSV file with a row per rank"
+    row = re.search(r"rank \d", str(error))
+    return "mend that row" if row else "name a CSV file with a row per rank"
 
 
 def read_schedule(path, num_ranks):
