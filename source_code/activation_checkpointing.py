@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 4 activation_checkpointing.py --verify
 
 --recompute chooses what a stage keeps between a forward and its backward. --schedule chooses the
-order of the actions: any synchronous schedule. Some have several stages per rank: --chunks.
+order of the actions: any synchronous schedule. --chunks sets the stages per rank, for some of them.
 """
 
 import sys

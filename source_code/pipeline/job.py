@@ -120,7 +120,7 @@ class Job:
         with self.waiting_for_all("the end of the job"):
             dist.barrier()
         dist.destroy_process_group()
-        # A group's threads end with the last reference to the group; later ones abort the process.
+        # A group's threads end with its last reference; one that outlives Python aborts the process.
         # Without freeze(), Python would search all objects again when it ends, which takes 0.4 s.
         atexit.register(lambda: (time.sleep(0.02), gc.collect(), gc.freeze()))
 
