@@ -231,10 +231,10 @@ def read_corpus(arguments):
     What the rest relies on: `batch(number, batch_size, seq_len, seed)` returns inputs and targets,
     both (batch_size, seq_len), int64, from its arguments alone, the same on every rank and after a
     restart; targets that are PADDING do not count. `windows(seq_len, most)` returns rows of the
-    held-out part in the same form, at most `most`. `training` and `held_out`, int64, tell one text from another
-    when a checkpoint is continued; `encode`, `decode` and `num_tokens` are for the sample, and
-    `bytes_per_token` for the bits per byte. If the targets do not mark where documents end, call
-    `reject_packed`, because --packed would have no effect.
+    held-out part in the same form, at most `most`. `training` and `held_out`, int64, tell one text
+    from another when a checkpoint is continued; `encode`, `decode` and `num_tokens` are for the
+    sample, and `bytes_per_token` for the bits per byte. If the targets do not mark where documents
+    end, call `reject_packed`, because --packed would have no effect.
     """
     if is_token_folder(arguments.data):
         sizes = arguments.vocabulary, arguments.seq_len

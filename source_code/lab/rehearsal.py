@@ -14,10 +14,10 @@ process group over gloo keeps NCCL's rules; `--rehearse MODE` puts it in gloo's 
              communicators on one GPU need not make progress at once
 
 A queue performs one operation at a time. In all modes a send ends only when its receive is under
-way, too. A batch of sends and receives is one operation. `wait()` blocks the host, which on a CPU is the
-device. NCCL's wait does not block the host, so with lazy connections a program may hang here that
-would pass with NCCL. Not rehearsed are the early end of small sends, and the share of a GPU that
-NCCL's kernels take. Sources: pytorch's ProcessGroupNCCL.cpp (pointToPoint), NCCL's user guide
+way, too. A batch of sends and receives is one operation. `wait()` blocks the host, which on a CPU
+is the device. NCCL's wait does not block the host, so with lazy connections a program may hang here
+that would pass with NCCL. Not rehearsed are the early end of small sends, and the share of a GPU
+that NCCL's kernels take. Sources: pytorch's ProcessGroupNCCL.cpp (pointToPoint), NCCL's user guide
 ("Using multiple NCCL communicators concurrently", "Group calls").
 """
 

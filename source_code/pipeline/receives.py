@@ -17,7 +17,8 @@ operation is under way before it at either end. So it arrives, and then so does 
 On every transport, if a message is made while its receiver computes, the receive has been posted
 before, so the message travels during the computation. No receive is posted earlier than that, so a
 rank has buffers only for messages that exist by then in the simulation: at most 2 for GPipe and
-1F1B, 3 for zero bubble, and 4 for interleaved 1F1B with a multiple of p micro-batches; with looped BFS it grows with m.
+1F1B, 3 for zero bubble, 4 for interleaved 1F1B with a multiple of p micro-batches, and with looped
+BFS more the more micro-batches there are.
 """
 
 from collections import deque
