@@ -220,6 +220,7 @@ def test_a_pace_per_layer_without_a_pace_or_too_slow_is_refused(refusal, flags, 
     ("sizes", "layers"),
     [
         ({"num_ranks": 1, "chunks": 2}, 4),
+        ({"num_ranks": 1, "schedule": "zb-v"}, 4),
         ({"num_ranks": 4, "replicas": 2}, 4),
         ({"num_ranks": 4, "replicas": [2, 1, 1]}, 3),
         ({"num_ranks": 2}, 4),

@@ -14,7 +14,7 @@ from lab.drawing import FONT, MOST_NUMBERS, ROW, arrange, draw_cursor
 from lab.figures import draw_timelines
 from lab.simulator import Costs, simulate
 from lab.timeline import Event, Timeline, from_chrome_trace, to_chrome_trace
-from pipeline.schedules import gpipe, naive
+from pipeline.schedules import gpipe, interleaved_1f1b, naive
 from pipeline.schedules.text_form import from_csv
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -335,6 +335,13 @@ def test_the_legend_stays_within_the_picture_and_explains_every_mark_that_is_the
     for text in legend:
         assert float(text.get("x")) + 7.2 * len(text.text) <= width
         assert float(text.get("y")) < height
+
+
+def test_the_legend_speaks_of_two_stages_of_a_rank_only_if_no_rank_has_more():
+    for chunks, words in ((2, "rank's 1st, 2nd stage"), (3, "rank's first to last stage")):
+        timeline = simulate(interleaved_1f1b(2, 4, chunks), Costs(1, 2))
+        root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
+        assert words in list(root.itertext())
 
 
 def test_a_cursor_lies_on_its_time_and_outlines_what_is_under_way():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from files.outputs import can_be_written
 from lab.simulator import Costs
-from pipeline.schedules import MOST_ACTIONS
+from pipeline.schedules import MOST_ACTIONS, SCHEDULES
 
 
 def check_has_ranks(arguments):
@@ -21,13 +21,19 @@ def check_has_ranks(arguments):
 
 def check_actions(arguments):
     """Reject more micro-batches than the lab's schedule of a step may have actions for."""
-    chunks = getattr(arguments, "chunks", None) or 1
-    actions = 2 * arguments.num_ranks * getattr(arguments, "microbatches", 0) * chunks
+    stages = arguments.num_ranks * _chunks_of(arguments)
+    actions = 2 * stages * getattr(arguments, "microbatches", 0)
     if actions > MOST_ACTIONS:
         raise SystemExit(
             f"--microbatches {arguments.microbatches:,}: a step is made of {actions:,} actions, and "
             f"{MOST_ACTIONS:,} are the most; use fewer"
         )
+
+
+def _chunks_of(arguments):
+    """The number of stages of a rank: that of --chunks, or the default of --schedule."""
+    generator = SCHEDULES.get(getattr(arguments, "schedule", None))
+    return getattr(arguments, "chunks", None) or (generator and generator.chunks) or 1
 
 
 def check_recording(arguments):
@@ -94,7 +100,7 @@ def check_pace_per_layer(arguments):
         raise SystemExit("--pace-per-layer says what --pace is the time of; give --pace, too")
     replicas = getattr(arguments, "replicas", None) or 1  # pipedream.py has a number for each stage
     ranks = arguments.num_ranks // replicas if isinstance(replicas, int) else len(replicas)
-    stages = ranks * (getattr(arguments, "chunks", None) or 1)
+    stages = ranks * _chunks_of(arguments)
     most = max(arguments.cut or [-(-arguments.layers // stages)])
     longest = most * max(pace.forward, pace.backward + pace.recompute)
     if longest >= 1000 * timeout:

@@ -312,8 +312,10 @@ def _legend_of(timelines, longest_path, most):
         entries.append((kind, KINDS[kind] + (" of micro-batch 0" if first else "")))
     if any(event.recompute for timeline in timelines for event in timeline.events):
         entries.append(("recomputed", "recomputed forward"))
-    if any(chunk for timeline in timelines for chunk in _chunks(timeline).values()):
-        entries.append(("shades", "rank's 1st, 2nd stage"))
+    last = max(chunk for timeline in timelines for chunk in _chunks(timeline).values())
+    if last:
+        which = "1st, 2nd" if last == 1 else "first to last"
+        entries.append(("shades", f"rank's {which} stage"))
     entries.append(("waiting", "waiting"))
     entries += [("message", "message")] if few else []
     entries += [("longest path", "longest path")] if longest_path else []
