@@ -79,18 +79,18 @@ def warm_up(p, m, v, r):
 
 CASES = [
     ("README", r"a schedule as data; the bubble is (.*?) \|", bubble_over_total(gpipe)),
-    ("README", r"the same share of a step, (.*?)\. ", bubble_over_total(one_f_one_b)),
-    ("README", r"rank r holds ([^|,]{1,12}) micro-batches instead of all", held),
+    ("README", r"the same share of either step, (.*?)\. ", bubble_over_total(one_f_one_b)),
+    ("README", r"rank r holds at most ([^|,]{1,12}) micro-batches instead of all", held),
     ("glossary", r"\| 1F1B \|.*rank r holds at most (.{1,12}?) micro-batches", held),
     ("errors", r"each rank is idle for (.*?) of the time", bubble_over_total(one_f_one_b)),
     ("01", r"so the idle share is\s+\$\$(.*?)\.?\$\$", naive_idle),
     ("02", r"\{total\}\} = (.*?), \\qquad", bubble_over_total(gpipe)),
     ("02", r"\{busy\}\} = (.*?)\.\$\$", bubble_over_ideal(gpipe)),
     ("02", r"In total, the step takes (.*?), which is", step_of_1f1b),
-    ("03", r"Rank r first runs (.*?) forwards", warm_up),
+    ("03", r"Rank r first runs one forward fewer, (.*?), to fill", warm_up),
     ("03", r"exactly as large: (.*?)\. ", bubble_over_total(one_f_one_b)),
     ("03", r"rank r holds at most (.{1,12}?) micro-batches", held),
-    ("03", r"Together that is .* = (\(m \+ p − 1\)\(F \+ B\))\.", step_of_1f1b),
+    ("03", r"Together they take .* = (\(m \+ p − 1\)\(F \+ B\))\.", step_of_1f1b),
     ("05", r"bubble over ideal is (.*?)\.$", interleaved_bubble),
     ("05", r"messages rises from (2m\(p − 1\)) to", lambda p, m, v, r: len(gpipe(p, m).messages)),
     (
