@@ -107,7 +107,8 @@ def read_flags():
     add_checkpoint_arguments(parser)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
-    further = {"warm_up_steps": 2, "decay_steps": max(arguments.steps, 3), "clip": None}
+    warm_up = arguments.warm_up_steps or 2
+    further = {"warm_up_steps": 2, "decay_steps": max(arguments.steps, warm_up + 1), "clip": None}
     check_checkpoint_arguments(arguments, further)
     check_rate(arguments)
     return arguments

@@ -13,6 +13,7 @@ flag the weights are those with which a training run starts.
 
 import sys
 import time
+from argparse import Namespace
 from collections import deque
 
 import torch
@@ -24,6 +25,7 @@ from extensions.inference.saved_model import build_saved_part, take_sizes
 from extensions.pretraining.token_files import is_token_folder, load_tokens
 from extensions.pretraining.tokens import BYTES, load_corpus
 from extensions.real_models.saved_folder import tokenizer_of
+from extensions.real_models.saved_settings import SIZE_FLAGS
 from guard.around_main import guarded
 from guard.flags import check_alone
 from lab import attach
@@ -100,7 +102,7 @@ def serve(arguments, job, stage, passes, requests, schedule):
                 job.send(tokens, 0, Message("tokens", job.rank, one.chain))
         if stage.is_first and one.choosing:
             chosen.append((one, tokens))
-        # No more passes are under way than there are groups, so older messages have been taken.
+        # Keep few messages; an older one has been taken, or is waited for.
         if len(job.sent) > arguments.groups:
             job.sent.pop(0).wait()
 
@@ -218,7 +220,7 @@ def read_flags():
     parser.reads += ["--checkpoints", "--model", "--tokenizer"]
     parser.set_defaults(seq_len=64, vocabulary=256)
     attach.add_flags(parser)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(None, Namespace(**dict.fromkeys(SIZE_FLAGS)))
     check_alone(parser, arguments, "prompt", ["requests"])
     arguments.groups = arguments.groups or ranks_from_environment()[1]
     if arguments.groups > MOST_GROUPS:

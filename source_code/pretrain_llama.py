@@ -139,7 +139,8 @@ def read_flags():
     arguments.settings = None
     schedule = complete_flags(parser, arguments, read_corpus)
     # A continued run must have the same values of these flags, too; here are their defaults.
-    further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
+    warm_up = arguments.warm_up_steps or 10
+    further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, warm_up + 1), "clip": 1.0}
     further |= dict.fromkeys(["vocabulary", "packed", "shuffle", "settings"])
     check_checkpoint_arguments(arguments, further)
     check_rate(arguments)
@@ -250,7 +251,8 @@ def build_model_part(arguments, first, last, device="cpu"):
     (rows, seq_len, dim), and returns an activation, or scores (rows, seq_len, vocabulary) where
     `last` is --layers. Its parameters are named as in the whole model and start from the same
     values however it is cut. --recompute stage and layer also need `layers`, and forward(x,
-    start=0, end=None), which runs only these layers; selective needs attention.mix.
+    start=0, end=None), which runs only these layers; selective needs attention.mix. With --packed,
+    forward also gets `mask`, which keeps the documents of a row apart.
     """
     dtype = torch.float32 if arguments.dtype == "bfloat16" else arguments.torch_dtype
     if arguments.settings:  # all weights will be those of the checkpoint

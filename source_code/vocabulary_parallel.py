@@ -93,6 +93,12 @@ def pace_by_work(arguments, cut):
     if pace is not None:
         weight = pace.backward / 2 if pace.backward_weight is None else pace.backward_weight
         times = {"forward": pace.forward, "backward": pace.backward, "backward_weight": weight}
+        longest = max(work) * max(pace.forward, pace.backward)
+        if longest >= 1000 * arguments.timeout:
+            raise SystemExit(
+                f"--pace is the time of one layer: an action here takes {longest:g} ms and outlasts "
+                f"--timeout {arguments.timeout:g} s; use a shorter --pace"
+            )
         by_stage = {name: [time * layers for layers in work] for name, time in times.items()}
         arguments.pace_costs = replace(pace, **by_stage)
 

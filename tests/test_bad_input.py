@@ -24,12 +24,13 @@ from saved_models import write_model
 from extensions.tensor_parallel import mesh
 from extensions.torch_pipelining import library
 from files.outputs import write_whole
-from guard import one_sentence
+from guard import one_sentence, sizes
 from lab.checks import check_pace_per_layer
 from lab.simulator import Costs
 from pipeline import training
 from pipeline.command_line import Parser
 from pipeline.data import load_text
+from pipeline.model import ModelConfig
 from pipeline.schedules import gpipe
 from pipeline.schedules.text_form import to_csv
 
@@ -224,15 +225,34 @@ def test_a_pace_per_layer_without_a_pace_or_too_slow_is_refused(refusal, flags, 
         ({"num_ranks": 4, "replicas": 2}, 4),
         ({"num_ranks": 4, "replicas": [2, 1, 1]}, 3),
         ({"num_ranks": 2}, 4),
+        ({"num_ranks": 2, "cut": "auto"}, 4),
+        ({"num_ranks": 2, "cut": [1, 7]}, 7),
     ],
 )
 def test_the_pace_per_layer_counts_the_layers_of_a_stage(sizes, layers):
-    flags = SimpleNamespace(pace_per_layer=True, cut=None, layers=8, **sizes)
+    flags = SimpleNamespace(**{"pace_per_layer": True, "cut": None, "layers": 8, **sizes})
     flags.pace_costs, flags.timeout = Costs(100, 300), 0.3 * layers + 0.1
     check_pace_per_layer(flags)
     flags.timeout -= 0.1
     with pytest.raises(SystemExit, match=f"a stage with {layers} layers takes {300 * layers} ms"):
         check_pace_per_layer(flags)
+
+
+def test_a_pace_by_work_that_outlasts_the_timeout_is_refused(refusal):
+    flags = "--pace 8000 16000 --timeout 60 --vocabulary 928".split()
+    assert "takes 166667 ms" in refusal.check("vocabulary_parallel", *flags, names="--pace")
+
+
+@pytest.mark.parametrize(("dtype", "gigabytes"), [("bfloat16", 12), ("float64", 46)])
+def test_the_memory_of_weights_is_that_of_their_type(monkeypatch, dtype, gigabytes):
+    flags = SimpleNamespace(num_ranks=1, batch_size=1, microbatch_size=1)
+    flags.config = ModelConfig(32, 4096, 32, 8, 64, 128256)
+    flags.torch_dtype = getattr(torch, dtype)
+    monkeypatch.setattr(sizes, "memory_of_machine", lambda: (gigabytes + 1) * 2**30)
+    sizes.check_memory(flags)
+    monkeypatch.setattr(sizes, "memory_of_machine", lambda: (gigabytes - 1) * 2**30)
+    with pytest.raises(SystemExit, match="GiB per rank"):
+        sizes.check_memory(flags)
 
 
 def pace_of_a_run(rank, *words):

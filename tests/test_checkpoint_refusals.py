@@ -120,6 +120,11 @@ def test_a_flag_that_this_program_does_not_have_was_not_given_when_it_saved():
         assert sentence.startswith("--old is not given, and step was made ") and words in sentence
 
 
+def test_the_rate_falls_after_the_warm_up_however_short_the_run_is(monkeypatch):
+    arguments = parse(monkeypatch, "--steps", "2", "--warm-up-steps", "20")
+    assert (arguments.warm_up_steps, arguments.decay_steps) == (20, 21)
+
+
 def test_what_was_not_given_is_taken_from_the_checkpoint_and_what_may_differ_may(
     saved, monkeypatch
 ):

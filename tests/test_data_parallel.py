@@ -21,6 +21,7 @@ from test_bad_input import Refusal
 
 from course.failed_run import RunFailed
 from course.launch import run
+from extensions.data_parallel import reductions
 from extensions.data_parallel.replicas import AllReduce
 from extensions.optimization import clipping
 from extensions.optimization.update import clip_whole_model
@@ -400,3 +401,16 @@ def test_a_lost_rank_of_one_replica_ends_all_of_them_and_is_named(signal, reduce
     message = str(failed.value)
     assert "rank 3" in message and "Traceback" not in message, message
     assert time.monotonic() - began < 50
+
+
+@pytest.mark.parametrize("other_machine", ["here", "there"])
+def test_when_the_sums_end_is_told_only_where_all_ranks_have_one_clock(
+    capsys, monkeypatch, other_machine
+):
+    gathered = iter([[([1.0], [1.5]), ([2.0], [2.25])], ["here", other_machine]])
+    monkeypatch.setattr(reductions, "gather", lambda job, own: next(gathered))
+    arguments = mock.Mock(replicas=2, reduce="all-reduce", steps=1)
+    job = mock.Mock(rank=0, device=torch.device("cpu"))
+    reductions.describe_sums(arguments, job, mock.Mock(num_stages=1), mock.Mock(done_at=[1.5]))
+    told = ", there -500.0 +250.0 ms after the last action of all"
+    assert (told in capsys.readouterr().out) == (other_machine == "here")

@@ -73,8 +73,9 @@ def test_the_model_of_a_training_is_taken_from_its_checkpoint(tmp_path):
     output = run(f"{words} --verify", 4, warm=True, show=False, limit=60).output
     assert "all 2 texts are those of one process" in output
     assert texts_in(output) != texts_in(infer("--requests 2", 4))
-    with pytest.raises(RunFailed, match="--dim 64 contradicts --checkpoints"):
-        run(f"{words} --dim 64", 1, warm=True, show=False, limit=60)
+    for size in ("--dim 64", "--layers 8"):  # 8 would be the default of a new model
+        with pytest.raises(RunFailed, match=f"{size} contradicts --checkpoints"):
+            run(f"{words} {size}", 1, warm=True, show=False, limit=60)
 
 
 def read_while_a_training_saves(rank, folders, newest):

@@ -485,6 +485,7 @@ def test_checkpoint_json_says_when_it_was_changed(tmp_path):
         ("train", "--schedule 1f1b --microbatches 50000000 --batch-size 50000000", "actions"),
         ("experts", "--experts 2147483647", "1,024 are the most"),
         ("experts", "--capacity 1e300", "more than all tokens"),
+        ("experts", "--experts 4 --top 2 --capacity 2.5", "more than all tokens; use at most 2,"),
         ("gpipe", "--seq-len 1000000", "hours"),
         ("gpipe", "--layers 27500 --batch-size 1000 --microbatches 1000", "more than 1."),
         ("pretrain_llama", "--sample 1000000", "10,000 tokens are the most"),
@@ -721,6 +722,21 @@ def test_1e_12_is_promised_from_dim_16_up_to_32_layers_and_3_times_the_rate(flag
 
 @pytest.mark.further
 @pytest.mark.processes
+def test_what_is_not_compared_with_one_process_is_not_called_as_promised(capsys):
+    from pipeline.one_process import losses_agree
+
+    one_process = [0.0] * 200 + [5.0]
+    assert losses_agree("float64", [0.0, 5.0], one_process, 199)
+    assert "as promised" in capsys.readouterr().out
+    assert losses_agree("float64", [4.0], one_process, 200)
+    said = capsys.readouterr().out
+    assert "1.0e+00, and nothing is promised from step 200 on" in said and "as p" not in said
+    assert losses_agree("float64", [], one_process, 201)
+    said = capsys.readouterr().out
+    assert "there is no loss to compare" in said and "as promised" not in said
+    assert not losses_agree("float64", [0.1, 5.0], one_process, 199)
+
+
 def test_beyond_its_range_the_script_says_that_nothing_is_promised():
     """The setting of width 2 in which one process already differs from itself by 9e-10."""
     flags = "--heads 1 --kv-heads 1 --dim 2 --seq-len 16 --seed 1 --batch-size 16 --layers 9"

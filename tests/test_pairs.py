@@ -333,6 +333,7 @@ def test_losses_in_pairs_equal_one_process_to_1e_12(flags):
     output = run(f"experts.py {SMALL} {flags} {pace}", 4, warm=True, show=False, limit=120).output
     assert "as promised" in output
     assert "tokens of each expert: as in one process" in output
+    assert "peak memory" in output and "held for backwards" not in output  # nothing counts them
 
 
 def test_the_benchmark_finds_schedules_that_are_ordered_otherwise_than_predicted():

@@ -278,7 +278,7 @@ def test_a_stage_that_no_row_has_is_no_row_to_mend(tmp_path, capsys):
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0B0\n2F0,2B0\n")
     said = refusal(capsys, path)
-    assert "stage 1 belongs to no rank; name a CSV file" in said and "that row" not in said
+    assert "stage 1 belongs to no rank; add its actions to a row" in said and "that row" not in said
 
 
 @pytest.mark.parametrize("flag", ["--ranks", "--microbatches"])

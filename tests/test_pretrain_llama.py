@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
@@ -18,16 +19,17 @@ from token_folders import prepare
 from course.failed_run import RunFailed
 from course.launch import PRELOAD, run
 from extensions.optimization.mixed_precision import computing_copy, refresh
-from extensions.pretraining.forward_only import ForwardOnly
+from extensions.pretraining.forward_only import ForwardOnly, show_sample
 from extensions.pretraining.metrics import Metrics
 from extensions.pretraining.padding import PADDING, count_real_tokens
-from extensions.pretraining.throughput import PEAKS, flops_per_token, known_peak
+from extensions.pretraining.throughput import PEAKS, flops_per_token, known_peak, peak_flops
 from extensions.pretraining.token_files import load_tokens
 from extensions.pretraining.tokens import filled_up, load_corpus
 from extensions.pretraining.training_flags import default_dtype
 from extensions.pretraining.weight_count import count_weights
+from extensions.real_models.saved_part import SavedPart, SavedSettings
 from pipeline.data import DataError, load_text
-from pipeline.model import ModelConfig, build_part, token_loss
+from pipeline.model import ModelConfig, ModelPart, build_part, token_loss
 from pipeline.schedules import gpipe
 
 PRELOAD.extend(["torch._dynamo", "torch.distributed.checkpoint", "tokenizers"])
@@ -168,6 +170,15 @@ def test_the_sample_is_the_same_from_any_number_of_ranks_and_replicas():
     assert samples[0] == samples[1] == samples[2]
 
 
+def test_a_sample_of_short_rows_begins_with_a_token_of_the_text(capsys):
+    text = mock.Mock(held_out=torch.tensor([7, 8, 9]), decode=str)
+    arguments = types.SimpleNamespace(sample=2, seq_len=3, text=text, seed=0)
+    forward_only = mock.Mock(generate=lambda prompt, *_: [*prompt, 1, 2])
+    forward_only.job.rank = 0
+    show_sample(arguments, forward_only, 0)
+    assert "'[7]' -> '[1, 2]'" in capsys.readouterr().out
+
+
 def test_the_seed_of_a_sample_decides_its_tokens():
     job = mock.MagicMock(rank=0, device="cpu", shape=(1, 8, 4))
     training = mock.Mock(job=job, schedule=gpipe(1, 1), stages={})
@@ -300,12 +311,18 @@ def test_a_model_has_about_as_many_weights_as_its_name_says(name):
     assert dim // heads % 2 == 0 and heads % kv_heads == 0
 
 
-def test_model_flops_are_those_that_torch_counts_in_a_forward_and_a_backward():
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        (ModelConfig(2, 32, 4, 4, 16), ModelPart),
+        (SavedSettings(2, 32, 4, 4, 16, head_dim=16), SavedPart),  # heads wider than dim / heads
+    ],
+)
+def test_model_flops_are_those_that_torch_counts_in_a_forward_and_a_backward(config, part):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    config = ModelConfig(2, 32, 4, 4, 16)
-    model = build_part(config, 0, config.layers)
+    model = part(config, 0, config.layers)
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         token_loss(model(tokens), tokens).backward()
@@ -325,6 +342,7 @@ def test_model_flops_are_those_that_torch_counts_in_a_forward_and_a_backward():
         ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA RTX A1000", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),  # a seventh of the card
         ("Some other GPU", None),
     ],
 )
@@ -335,6 +353,22 @@ def test_the_peak_of_a_gpu_is_found_by_its_name(name, peak, monkeypatch):
     assert known_peak(device, torch.float32) is None
     assert known_peak(torch.device("cpu"), torch.bfloat16) is None
     assert min(PEAKS.values()) > 1e13
+
+
+def test_a_gpu_counts_once_in_the_peak_whatever_number_its_ranks_see_it_by(monkeypatch):
+    def gather(everyone, own):
+        owns.append(own)
+        everyone[:] = (2 * owns)[:2]
+
+    owns = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    job = types.SimpleNamespace(device=torch.device("cuda", 0), num_ranks=2, rank=0)
+    job.waiting_for_all = lambda what: nullcontext()
+    for gpu, peak in (("first", 989e12), ("second", 2 * 989e12)):
+        properties = mock.Mock(return_value=types.SimpleNamespace(uuid=gpu))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+        assert peak_flops(job, torch.bfloat16) == (peak, "its data sheet")
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,15 @@ def test_evaluation_and_greedy_text_are_those_of_one_process(name):
     assert re.findall(r"^generated  (.*) -> (.*)$", output, re.M) == texts[:2]
 
 
+def test_a_large_held_out_loss_is_told_and_not_an_error(capsys, monkeypatch):
+    monkeypatch.setattr(evaluation, "ends_on_this_rank", lambda stages: (True, True))
+    monkeypatch.setattr(evaluation, "mean_of", lambda losses: torch.tensor(losses).mean())
+    schedule = mock.Mock(eval=lambda *_, losses, **__: losses.append(800.0))
+    job = mock.MagicMock(device="cpu")
+    evaluation.evaluate(arguments_of(f"{SMALL} --evaluate 1"), job, schedule, [])
+    assert "held out  loss 800.000000" in capsys.readouterr().out
+
+
 @functools.cache
 def told_by_one_process():
     """The held-out loss and the texts of the model that one process has trained."""

@@ -23,8 +23,8 @@ def check_rate(arguments):
 def check_memory(arguments):
     """Reject sizes for which this machine has too little memory even to start.
 
-    The estimate has the weights of the largest stage, the tokens of a batch and the activations of
-    one layer, 8 bytes each, and the Python objects of layers and rows. Training takes far more.
+    The estimate has the weights of an even share of the layers, the tokens of a batch, the
+    activations of one layer, and the Python objects of layers and rows. Training takes far more.
     """
     memory = memory_of_machine()
     config = arguments.config
@@ -35,7 +35,7 @@ def check_memory(arguments):
     tokens = arguments.batch_size * config.seq_len
     activations = arguments.microbatch_size * config.seq_len * config.dim
     objects = OBJECTS_OF_A_LAYER * layers + OBJECTS_OF_A_ROW * arguments.batch_size
-    needed = 8 * (weights + tokens + activations) + objects
+    needed = arguments.torch_dtype.itemsize * (weights + activations) + 8 * tokens + objects
     if needed > memory:
         raise SystemExit(
             f"--dim, --layers and --batch-size need more than {int(needed / 2**30)} GiB per rank, and "

@@ -71,6 +71,7 @@ def observe(arguments, job, stages, schedule, what="step", first_step=0, held=No
     lab = Laboratory(arguments, job, schedule, pace, what, first_step)
     stages = list(stages)
     lab.held = held and (stages, *held)
+    lab.report.counts_activations = bool(stages)
     for stage in stages:
         lab.observer.attach_stage(stage)
     return lab

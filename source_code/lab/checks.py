@@ -101,7 +101,8 @@ def check_pace_per_layer(arguments):
     replicas = getattr(arguments, "replicas", None) or 1  # pipedream.py has a number for each stage
     ranks = arguments.num_ranks // replicas if isinstance(replicas, int) else len(replicas)
     stages = ranks * _chunks_of(arguments)
-    most = max(arguments.cut or [-(-arguments.layers // stages)])
+    cut = arguments.cut if isinstance(arguments.cut, list) else None  # not --cut auto
+    most = max(cut or [-(-arguments.layers // stages)])
     longest = most * max(pace.forward, pace.backward + pace.recompute)
     if longest >= 1000 * timeout:
         raise SystemExit(

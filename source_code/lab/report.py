@@ -21,12 +21,14 @@ allow(Event, Action)  # ranks gather what they performed
 class Report:
     """Prints how a job runs when it starts, and a summary when it ends. All ranks make one.
 
-    `what` is the name of one pass through `schedule`.
+    `what` is the name of one pass through `schedule`. `counts_activations` is false if no stage is
+    observed.
     """
 
     def __init__(self, job, schedule, clock, memory, network, what):
         self.job, self.schedule, self.what = job, schedule, what
         self.clock, self.memory, self.network = clock, memory, network
+        self.counts_activations = True
         if job.rank == 0:
             print(f"{schedule.name}: {self.describe()}", flush=True)
 
@@ -60,10 +62,11 @@ class Report:
         predicted = simulate(self.schedule, self.network.slow_down(costs))
         peaks = " ".join(f"{peak / 2**20:.0f}" for peak, _ in memory)
         held = " ".join(f"{held / 2**20:.2f}" for _, held in memory)
+        held = f", of it held for backwards {held} MiB" if self.counts_activations else ""
         return (
             f"{self.what} {step:.1f} ms (predicted {predicted.makespan:.1f} ms)  "
             f"idle {idle:.1%} (predicted {predicted.idle_fraction:.1%})  "
-            f"peak memory {peaks} MiB, of it held for backwards {held} MiB"
+            f"peak memory {peaks} MiB{held}"
         )
 
 

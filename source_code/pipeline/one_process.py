@@ -24,6 +24,9 @@ def is_promised(arguments):
 
 def losses_agree(dtype, losses, expected, first_step=0, promised=True):
     """Print the losses beside those of one process; return whether they agree as promised."""
+    if not losses:
+        print("no step was left, so there is no loss to compare with one process", flush=True)
+        return True
     print("step  pipeline  one process  difference")
     agree, largest = True, 0.0
     early, late = TOLERANCES[dtype]
@@ -39,6 +42,8 @@ def losses_agree(dtype, losses, expected, first_step=0, promised=True):
             f"and nothing is promised for these flags, only from --dim {NARROWEST} on, up to {DEEPEST} "
             f"layers and {FASTEST} times the optimizer's own --learning-rate"
         )
+    elif first_step >= LONGEST_RUN:
+        verdict = f"and nothing is promised from step {LONGEST_RUN} on"
     print(f"largest difference from one process: {largest:.1e}, {verdict}", flush=True)
     return agree or not promised
 

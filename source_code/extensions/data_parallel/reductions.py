@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags that choose how replicas sum their gradients, and a report of when the sums end."""
 
+import socket
 import statistics
 
 from extensions.data_parallel.replica_arguments import pipeline_ranks
@@ -68,13 +69,16 @@ def build_reduction(arguments, replicas, schedule):
 def describe_sums(arguments, job, schedule, reduction):
     """Print on rank 0 the layout of the replicas and when each rank has its sums.
 
-    The time is the median over the steps, in milliseconds after the last action of all ranks.
+    The time is the median over the steps, in milliseconds after the last action of all ranks. It is
+    left out on GPUs, which sum after the call has returned, and on several machines, whose clocks
+    do not agree.
     """
     stages = schedule.num_stages
     text = f"replicas {arguments.replicas} x stages {stages}, sums by {arguments.reduce}"
     if arguments.reduce == "all-reduce" and arguments.replicas > 1 and reduction.done_at:
         late = gather(job, (reduction.last_ended_at, reduction.done_at))
-        if job.rank == 0:
+        machines = gather(job, socket.gethostname())
+        if job.rank == 0 and len(set(machines)) == 1 and job.device.type == "cpu":
             text += f", there {late_of_ranks(late)} ms after the last action of all"
     if job.rank == 0 and arguments.steps:
         print(text, flush=True)

@@ -38,14 +38,14 @@ def check_experts(arguments):
     a = arguments
     if a.experts > MOST_EXPERTS:
         raise SystemExit(f"--experts {a.experts}: {MOST_EXPERTS:,} are the most; use fewer")
-    if a.capacity and a.capacity > a.experts:
-        raise SystemExit(
-            f"--capacity {a.capacity:g} is more than all tokens; use at most {a.experts}, or leave "
-            "it out"
-        )
     if a.top > a.experts:
         raise SystemExit(
             f"--top {a.top} is more than --experts {a.experts}; use at most {a.experts}"
+        )
+    if a.capacity and a.capacity > a.experts / a.top:
+        raise SystemExit(
+            f"--capacity {a.capacity:g} is more than all tokens; use at most "
+            f"{a.experts / a.top:g}, or leave it out"
         )
     a.expert_ranks = a.expert_ranks or math.gcd(a.replicas, a.experts)
     for flag, number in (("--replicas", a.replicas), ("--experts", a.experts)):

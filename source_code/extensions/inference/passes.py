@@ -3,11 +3,12 @@
 
 A pass takes some tokens of one group of requests through all stages. The tokens that are chosen
 after it go from the last stage back to the first, and only then can the next pass of the group
-begin. So a group keeps one stage busy at a time, and as many groups as stages keep all of them
-busy.
+begin. So a group that is being continued keeps one stage busy at a time, and as many groups as
+stages keep all of them busy.
 
 A prompt is read in chunks (Agrawal et al. 2023, 2308.16369, section 4), each together with one
-token of every request that is already being continued. A request takes a slot of the cache as soon
+token of every request that is already being continued. A chunk after which nothing is chosen does
+not delay the next pass. A request takes a slot of the cache as soon
 as one is free and frees it after its last token, while the others go on: continuous batching (Yu et
 al. 2022, "Orca", section 3).
 

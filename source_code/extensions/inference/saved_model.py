@@ -25,16 +25,18 @@ TRIES = 20  # while a training run replaces checkpoints
 def take_sizes(parser, arguments):
     """Take the sizes of the model in --model, or of the newest in --checkpoints.
 
-    The model is kept as `arguments.saved`, which is None if neither flag is given.
+    The model is kept as `arguments.saved`, which is None if neither flag is given. A size is None in
+    `arguments` unless its flag was given.
     """
-    arguments.saved, sizes = None, {name: getattr(arguments, name) for name in SIZE_FLAGS}
-    given = {name: size for name, size in sizes.items() if size != parser.get_default(name)}
+    given = {name: getattr(arguments, name) for name in SIZE_FLAGS}
+    sizes = {name: size or parser.get_default(name) for name, size in given.items()}
+    arguments.saved = None
     if arguments.model_folder and arguments.checkpoints:
         raise SystemExit("--model and --checkpoints name a model each; leave one of them out")
     if arguments.model_folder:
-        vars(arguments).update({name: given.get(name) for name in SIZE_FLAGS})
         return take_model(arguments)
     if arguments.checkpoints is None:
+        vars(arguments).update(sizes)
         return
     try:
         arguments.saved = newest_checkpoint(arguments.checkpoints)
@@ -53,7 +55,7 @@ def take_sizes(parser, arguments):
     for name in SIZE_FLAGS:
         flag = f"--{name.replace('_', '-')}"
         size = flags.get(flag, sizes[name])
-        check_same(flag, given.get(name), f"--checkpoints {arguments.checkpoints}", size)
+        check_same(flag, given[name], f"--checkpoints {arguments.checkpoints}", size)
         setattr(arguments, name, size)
 
 

@@ -12,7 +12,8 @@ def add_update_flags(parser, warm_up_steps):
     add("--warm-up-steps", help=f"updates to the peak, by default {warm_up_steps}", **count)
     add(
         "--decay-steps",
-        help="update from which the rate stays at its floor, by default --steps of the first run",
+        help="update from which the rate stays at its floor, by default --steps of the first run, or "
+        "one more than the warm-up",
         **count,
     )
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")

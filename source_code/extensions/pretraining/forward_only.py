@@ -118,7 +118,7 @@ class ForwardOnly:
 def show_sample(arguments, forward_only, step):
     """Print the sample after `step` updates if --sample is given. All ranks call it."""
     if arguments.sample:
-        prompt = arguments.text.held_out[: arguments.seq_len // 4].tolist()
+        prompt = arguments.text.held_out[: max(1, arguments.seq_len // 4)].tolist()
         tokens = forward_only.generate(
             prompt, arguments.sample, arguments.text.num_tokens, arguments.seed
         )

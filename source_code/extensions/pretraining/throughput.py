@@ -2,13 +2,12 @@
 """How fast a training run is: tokens per second, and useful work as a share of the machine's peak.
 
 Model FLOPs are those of the model itself, with one forward and one backward per token:
-6 N + 12 L d T, for N weights in matrices, L layers of width d and sequences of T tokens (PaLM:
-Chowdhery et al. 2022, 2204.02311, appendix B). They exclude recomputation and padding, so model
+6 N + 12 L H Q T, for N weights in matrices, L layers of H heads of width Q and sequences of T
+tokens (PaLM: Chowdhery et al. 2022, 2204.02311, appendix B). They exclude recomputation and padding, so model
 FLOPs utilisation (MFU) is the useful work divided by the possible work.
 """
 
 import re
-import socket
 import time
 
 import torch
@@ -38,7 +37,7 @@ def flops_per_token(config):
     attention is counted whole, although causal attention needs half of it.
     """
     weights = count_weights(config)[0] - config.vocabulary * config.dim
-    return 6 * weights + 12 * config.layers * config.dim * config.seq_len
+    return 6 * weights + 12 * config.layers * config.heads * config.head_dim * config.seq_len
 
 
 def peak_flops(job, dtype):
@@ -48,11 +47,12 @@ def peak_flops(job, dtype):
     the same time for a moment, so ranks on one device share its peak. All ranks call it.
     """
     known = known_peak(job.device, dtype)
-    own = (socket.gethostname(), job.device.index), known
     if known is None:
         with job.waiting_for_all("the start of a measurement"):
             dist.barrier()
-        own = (socket.gethostname(), "rank", job.rank), measured_peak(job.device, dtype)
+        own = job.rank, measured_peak(job.device, dtype)
+    else:  # by the GPU's own name, because under srun a rank may see only one GPU, number 0
+        own = str(torch.cuda.get_device_properties(job.device).uuid), known
     everyone = [own] * job.num_ranks
     if job.num_ranks > 1:
         with job.waiting_for_all("its peak"):
@@ -62,10 +62,12 @@ def peak_flops(job, dtype):
 
 
 def known_peak(device, dtype):
-    """Return the data sheet's FLOP/s of a GPU, or None if it is not in the table."""
+    """Return the data sheet's FLOP/s of a GPU, or None for a part of one (MIG) or an unknown one."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
+    if "MIG" in name.split():
+        return None
     # "NVIDIA A100-SXM4-80GB": a hyphen ends a word, another letter or digit does not.
     words = (rf"(?<!\w){part}(?!\w)" for part in PEAKS)
     return next((PEAKS[part] for part, word in zip(PEAKS, words) if re.search(word, name)), None)

@@ -30,7 +30,7 @@ def evaluate(arguments, job, schedule, stages):
         total += mean_of(losses).item() if losses else 0.0
     if has_last:
         loss = total / arguments.evaluate
-        print(f"held out  loss {loss:.6f}  perplexity {math.exp(loss):.3f}", flush=True)
+        print(f"held out  loss {loss:.6f}  perplexity {math.exp(min(loss, 700)):.3f}", flush=True)
 
 
 def ends_on_this_rank(stages):

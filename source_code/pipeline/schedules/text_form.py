@@ -61,6 +61,8 @@ def read_csv(path):
 
 def fix_of(error):
     """Return what to do about a file with this ScheduleError, which names a row if there is one."""
+    if "belongs to no rank" in str(error):
+        return "add its actions to a row, or number the stages without a gap"
     row = re.search(r"rank \d", str(error))
     return "mend that row" if row else "name a CSV file with a row per rank"
 
