@@ -345,11 +345,12 @@ def in_jupyters_job(folder):
 
 
 def what_is_checked(notebook):
-    """The printed output of every checked cell, without the lines about a queue."""
+    """The printed output of every checked cell, without the lines about a queue or about progress."""
     cells = nbformat.read(notebook, as_version=4).cells
     outputs = [c.outputs for c in cells if "nbval-check-output" in c.metadata.get("tags", [])]
     texts = ["".join(o.text for o in each if o.get("name") == "stdout") for each in outputs]
-    return [re.sub(r"^ *\d+\.\d s  .*\n", "", text, flags=re.MULTILINE) for text in texts]
+    left_out = r"^ *\d+\.\d s  .*\n|^Checks note your progress in .*\n"
+    return [re.sub(left_out, "", text, flags=re.MULTILINE) for text in texts]
 
 
 def submit_lesson(user):
