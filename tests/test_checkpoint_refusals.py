@@ -163,7 +163,7 @@ def test_what_was_not_given_is_taken_from_the_checkpoint_and_what_may_differ_may
         ("--schedule interleaved-1f1b --chunks 9", "--layers"),
         ("--schedule zigzag", "--schedule"),
         ("--warm-up-steps 0", "--warm-up-steps"),
-        ("--warm-up-steps 10", "--decay-steps"),
+        ("--warm-up-steps 10 --decay-steps 10", "--decay-steps"),
         ("--decay-steps 2", "--decay-steps"),
         ("--clip 0", "--clip"),
         ("--clip -1", "--clip"),
