@@ -3,8 +3,8 @@
 
 Model FLOPs are those of the model itself, with one forward and one backward per token:
 6 N + 12 L H Q T, for N weights in matrices, L layers of H heads of width Q and sequences of T
-tokens (PaLM: Chowdhery et al. 2022, 2204.02311, appendix B). They exclude recomputation and padding, so model
-FLOPs utilisation (MFU) is the useful work divided by the possible work.
+tokens (PaLM: Chowdhery et al. 2022, 2204.02311, appendix B). They exclude recomputation and
+padding, so model FLOPs utilisation (MFU) is the useful work divided by the possible work.
 """
 
 import re
