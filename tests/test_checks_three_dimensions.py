@@ -142,6 +142,16 @@ def mean_on_the_way_back(all_reduce):
     return ends(all_reduce, enter=[same, lambda gradient: all_reduce(gradient) / 2])  # noqa: F821
 
 
+def rounded_forward(all_reduce):
+    rounded = lambda x: all_reduce(x.float().double())  # noqa: E731
+    return ends(all_reduce, leave=[rounded, same])  # noqa: F821
+
+
+def rounded_backward(all_reduce):
+    rounded = lambda gradient: all_reduce(gradient.float().double())  # noqa: E731
+    return ends(all_reduce, enter=[same, rounded])  # noqa: F821
+
+
 def nothing_returned(all_reduce):
     return ends(all_reduce, enter=[lambda x: None, all_reduce])  # noqa: F821
 
@@ -232,6 +242,8 @@ def with_helpers(monkeypatch):
             ["Not yet: rank 0 waits", "all_reduce, and rank 1 has returned without it"],
         ),
         (mean_on_the_way_back, ["layer's input", "0.5 times the right one", "nothing is divided"]),
+        (rounded_forward, ["the layer's output is not a multiple of the right one"]),
+        (rounded_backward, ["gradient of the layer's input is not a multiple of the right one"]),
         (nothing_returned, ["what enters the layer is not a tensor", "NoneType"]),
         (no_apply, ["what enters the layer is not a tensor", "Enter.apply"]),
         (all_reduce_alone, ["no gradient leads back from what leaves the layer"]),
