@@ -8,9 +8,9 @@ stages keep all of them busy.
 
 A prompt is read in chunks (Agrawal et al. 2023, 2308.16369, section 4), each together with one
 token of every request that is already being continued. A chunk after which nothing is chosen does
-not delay the next pass. A request takes a slot of the cache as soon as one is free and frees it
-after its last token, while the others go on: continuous batching (Yu et al. 2022, "Orca", section
-3).
+not delay the next pass. A request takes a slot of the cache as soon as one is free, and frees it
+after its last token while the others go on. This is continuous batching (Yu et al. 2022, "Orca",
+section 3).
 
 The plan needs the number of tokens of each request in advance. A server that stops at a token which
 the model chooses has to decide pass by pass, on the first rank, and to send the decision along with
